@@ -1,0 +1,1 @@
+"""One open checkpoint format that always reshards: zarr v3 arrays, a JSON manifest, an atomic commit."""

@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, datasets and exactly resumable samplers."""

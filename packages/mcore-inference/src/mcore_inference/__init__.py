@@ -1,0 +1,1 @@
+"""Generation from mcore checkpoints: cache, sampler, engine and the LLM object."""

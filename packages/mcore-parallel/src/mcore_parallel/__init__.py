@@ -1,0 +1,1 @@
+"""Meshes, layouts, collectives and every parallel axis of large-model training."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning on the same models: environments, advantages, algorithms."""

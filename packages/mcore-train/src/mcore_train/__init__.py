@@ -1,0 +1,1 @@
+"""The training loop, optimizers, recipes, parity and the quickstart."""
