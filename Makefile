@@ -1,0 +1,44 @@
+PY := .venv/bin/python
+BIN := .venv/bin
+
+.PHONY: help setup check format lint types layers deps lock-check test lowest nightly docs-check clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## Create .venv with everything that development needs
+	uv sync
+
+check: lint types layers deps lock-check ## Everything that must hold before a commit (no tests)
+
+format: ## Rewrite the sources in the house format
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format -q .
+
+lint: ## ruff, format and rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: ## mypy --strict over packages, tests and tools
+	$(BIN)/mypy
+
+layers: ## Imports go down only (import-linter)
+	$(BIN)/lint-imports --no-logo .importlinter
+
+deps: ## Every package declares what it imports (deptry)
+	$(PY) tools/deps.py
+
+lock-check: ## The committed lock names no address
+	git show HEAD:uv.lock | $(PY) tools/lock.py --check -
+
+test: ## The whole test suite
+	uv run pytest
+
+lowest: ## The suite against the lowest versions that the packages declare
+	tools/lowest.sh
+
+nightly: ## Longer suites (see docs/nightly.md for the last figures)
+	$(BIN)/pytest -m nightly
+
+clean: ## Remove caches and build outputs
+	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
