@@ -1,0 +1,116 @@
+"""The one place that knows what torch.distributed calls things, and in which release.
+
+torch 2.12 and later rename `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and
+warn about the old names; making a process group under a name of our own needs a private helper.
+Everything else in the package uses the functions below.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_into(
+    out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup, *, async_op: bool = False
+) -> Any:
+    """Gather every rank's `x` one after another into `out` (size · x.numel() elements)."""
+    return _all_gather(out, x, group=pg, async_op=async_op)
+
+
+def reduce_scatter_into(
+    out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup, *, async_op: bool = False
+) -> Any:
+    """Sum `x` over the ranks and leave slice number `rank` of the sum in `out`."""
+    return _reduce_scatter(out, x, group=pg, async_op=async_op)
+
+
+def new_process_group(
+    ranks: Sequence[int],
+    label: str,
+    *,
+    backend: str,
+    timeout: datetime.timedelta | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group over the global `ranks`; called by its members only, in any world.
+
+    `torch.distributed.new_group` names a group either by a counter that every rank of the world has
+    to advance together, or (local synchronisation) by its ranks and the number of groups that the
+    calling process happens to hold. The latter differs between pipeline stages, so members wait for
+    each other under different names, and repeats after a group is destroyed, so that they read the
+    addresses of the dead one. Here the name is (ranks, label, how many such groups these members
+    have made before), counted in the world's own store: members agree by construction.
+    """
+    default: Any = c10d._get_default_group()
+    store: Any = c10d._get_default_store()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    bad = [r for r in ranks if not 0 <= r < world_size]
+    if bad:
+        raise ValueError(f"group {label!r}: ranks {bad} are not in a world of {world_size} ranks")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"group {label!r}: ranks {list(ranks)} name a rank twice")
+    if rank not in ranks:
+        raise ValueError(f"group {label!r}: rank {rank} is not one of its ranks {list(ranks)}")
+    members = "_".join(map(str, ranks))
+    generation = store.add(f"mcore/{label}/{members}/{rank}", 1)
+    helper: Any = c10d._new_process_group_helper
+    with _without_bound_device(default):
+        pg, _ = helper(
+            len(ranks),
+            list(ranks).index(rank),
+            list(ranks),
+            backend=dist.Backend(backend),
+            store=store,
+            group_name=f"mcore/{label}/{members}/{generation}",
+            timeout=timeout or _default_timeout(backend),
+            group_desc=label,
+        )
+    world: Any = c10d._world
+    world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks)}
+    return pg  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_bound_device(default: Any) -> Iterator[None]:
+    # With a bound device torch splits the world's NCCL communicator, a collective call over the
+    # whole world; ours are made by their members alone, when they are first used.
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def _default_timeout(backend: str) -> datetime.timedelta:
+    timeout: datetime.timedelta = c10d._get_default_timeout(dist.Backend(backend))
+    return timeout
+
+
+def has_cpu_backend(pg: dist.ProcessGroup) -> bool:
+    """Whether `pg` moves CPU tensors (a gloo group, or a mixed one)."""
+    return "cpu:" in dist.get_backend_config(pg)
+
+
+def backend_of(pg: dist.ProcessGroup) -> str:
+    """The backend string from which another group of the same kind is made."""
+    return dist.get_backend(pg)
+
+
+def is_alive(pg: dist.ProcessGroup) -> bool:
+    """Whether `pg` still belongs to the current world."""
+    world: Any = c10d._world
+    return pg in world.pg_map
