@@ -1,0 +1,18 @@
+"""Environments: the protocol, episodes, and small ones to start with."""
+
+from mcore_rl.environments.base import Environment, Episode, Policy, StepResult, play
+from mcore_rl.environments.chain_sum import ChainSum
+from mcore_rl.environments.guess_number import GuessNumber
+from mcore_rl.environments.registry import ENVIRONMENTS, make_environment
+
+__all__ = [
+    "ENVIRONMENTS",
+    "ChainSum",
+    "Environment",
+    "Episode",
+    "GuessNumber",
+    "Policy",
+    "StepResult",
+    "make_environment",
+    "play",
+]

@@ -1,0 +1,91 @@
+import io
+import json
+
+import pytest
+
+from mcore_rl import StepResult, make_environment, play
+from mcore_rl.cli import main
+
+
+def answer(observations: tuple[str, ...], actions: tuple[str, ...]) -> str:
+    return f"that is {eval(observations[-1].rstrip('= '))}"
+
+
+def binary_search(observations: tuple[str, ...], actions: tuple[str, ...]) -> str:
+    low, high = 1, 15
+    for guess, hint in zip(actions, observations[1:], strict=True):
+        low, high = (int(guess) + 1, high) if hint == "Higher." else (low, int(guess) - 1)
+    return str((low + high) // 2)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 5])
+@pytest.mark.parametrize("digits", [1, 3])
+def test_chain_sum_rewards_the_right_number_only(terms: int, digits: int) -> None:
+    environment = make_environment("chain_sum", terms=terms, digits=digits)
+    for seed in range(20):
+        assert play(environment, answer, seed).total_reward == 1
+        assert play(environment, lambda o, a: answer(o, a) + "7", seed).total_reward == 0
+        assert play(environment, lambda o, a: "no idea", seed).total_reward == 0
+
+
+def test_a_task_is_a_function_of_its_seed() -> None:
+    prompts = [make_environment("chain_sum", digits=3).reset(seed) for seed in range(30)]
+    assert prompts == [make_environment("chain_sum", digits=3).reset(seed) for seed in range(30)]
+    assert len(set(prompts)) > 25
+
+
+def test_multi_turn_episode() -> None:
+    environment = make_environment("guess_number")
+    for seed in range(20):
+        episode = play(environment, binary_search, seed)
+        assert episode.total_reward == 1
+        assert len(episode.actions) == len(episode.observations) == len(episode.rewards) <= 4
+        lost = play(environment, lambda o, a: "hm", seed)
+        assert (lost.total_reward, len(lost.actions)) == (0, 4)
+
+
+def test_stepping_outside_an_episode() -> None:
+    for name in ("chain_sum", "guess_number"):
+        environment = make_environment(name)
+        with pytest.raises(RuntimeError, match="call reset"):
+            environment.step("1")
+
+
+def test_play_ends_an_endless_episode() -> None:
+    class Endless:
+        name = "endless"
+
+        def reset(self, seed: int) -> str:
+            return "?"
+
+        def step(self, action: str) -> StepResult:
+            return StepResult(observation="?", reward=0.0, done=False)
+
+    with pytest.raises(RuntimeError, match="not over after 3 turns"):
+        play(Endless(), lambda o, a: "!", 0, max_turns=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chain_sun", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"terms": 0}, "terms=0"),
+        ("chain_sum", {"depth": 1}, "depth"),
+    ],
+)
+def test_wrong_environment(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_environment(name, **options)
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["environments"]) == 0
+    assert "chain_sum" in capsys.readouterr().out
+    question = make_environment("chain_sum", terms=3).reset(5)
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer((question,), ()) + "\n"))
+    assert main(["play", "chain_sum", "--seed", "5", "--option", "terms=3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == question
+    assert json.loads(out[1])["reward"] == 1.0
+    assert main(["play", "chess"]) == 2
+    assert capsys.readouterr().err.startswith("mcore-rl: no environment 'chess'")
