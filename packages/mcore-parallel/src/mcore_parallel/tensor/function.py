@@ -1,0 +1,128 @@
+"""The linear operator whose input gradient is communicated while the weight gradient is computed.
+
+T tokens (all of the group's), I input features, O local output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.collectives import (
+    Work,
+    all_gather,
+    all_gather_into,
+    all_reduce_,
+    reduce_scatter_into,
+)
+from mcore_parallel.group import Group
+from mcore_parallel.protocols import LinearOp
+
+__all__ = ["parallel_linear"]
+
+
+def parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    linear: LinearOp,
+    group: Group,
+    sequence_parallel: bool = False,
+    accumulate: bool = True,
+) -> Tensor:
+    """Return `x weightᵀ + bias` [T, O] where `weight` [O, I] is a shard of rows over `group`.
+
+    x is [T, I], the same on all ranks, and its gradient is summed over the group; with
+    `sequence_parallel` x is [T/size, I] (my rows), is gathered here and again in the backward (only
+    my rows are kept in between), and its gradient is reduce-scattered. In the backward the gather
+    runs during the input-gradient product, and the reduction during the weight-gradient product.
+    Dimensions in front of the last are flattened and restored; sequence parallelism cuts the first.
+
+    Gradients of the weight: none when it is frozen. When the weight has an attribute `main_grad`
+    (and `accumulate`), its gradient is added to that buffer at the buffer's precision; the weight's
+    attribute `grad_added_to_main` becomes True, and autograd is handed a gradient of zeros, so that
+    hooks run and see that there is nothing to add. A weight that other operators use too must have
+    no `main_grad`, or be passed with `accumulate=False`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    accumulate = accumulate and getattr(weight, "main_grad", None) is not None
+    if group.size == 1 and not accumulate:
+        y = linear(rows, weight, bias)
+    else:
+        options = (linear, group, sequence_parallel, accumulate)
+        y = cast(Tensor, _ParallelLinear.apply(rows, weight, bias, options))  # type: ignore[no-untyped-call]
+    if x.dim() == 2:
+        return y
+    first = x.shape[0] * (group.size if sequence_parallel else 1)
+    return y.reshape(first, *x.shape[1:-1], y.shape[-1]) if x.dim() > 1 else y.reshape(-1)
+
+
+class _ParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple[LinearOp, Group, bool, bool],
+    ) -> Tensor:
+        linear, group, sequence_parallel, accumulate = options
+        y = linear.forward(all_gather(x, group) if sequence_parallel else x, weight)
+        if bias is not None:
+            y.add_(bias)
+        ctx.options = options
+        # The object itself, since a saved tensor need not come back as the parameter that has the
+        # attributes.
+        ctx.parameter = weight if accumulate else None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        linear, group, sequence_parallel, _ = ctx.options
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        gathering, reducing = None, None
+        if need_weight and sequence_parallel and group.size > 1:
+            x, gathering = _start_gather(x, group)
+        dx = None
+        if need_x:
+            dx = linear.input_grad(dy, weight)
+            dx, reducing = _start_reduction(dx, group, sequence_parallel)
+        if gathering is not None:
+            gathering.wait()
+        dw = _weight_grad(linear, dy, x, ctx.parameter) if need_weight else None
+        db = dy.sum(0) if need_bias else None
+        if reducing is not None:
+            reducing.wait()
+        return dx, dw, db, None
+
+
+def _start_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    x = x.contiguous()
+    full = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
+    return full, all_gather_into(full, x, group)
+
+
+def _start_reduction(
+    dx: Tensor, group: Group, sequence_parallel: bool
+) -> tuple[Tensor, Work | None]:
+    if group.size == 1:
+        return dx, None
+    dx = dx.contiguous()
+    if not sequence_parallel:
+        return dx, all_reduce_(dx, group)
+    mine = dx.new_empty(dx.shape[0] // group.size, *dx.shape[1:])
+    return mine, reduce_scatter_into(mine, dx, group)
+
+
+def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Tensor:
+    if parameter is None:
+        return linear.weight_grad(dy, x)
+    linear.weight_grad(dy, x, out=parameter.main_grad)
+    parameter.grad_added_to_main = True
+    return torch.zeros_like(parameter)

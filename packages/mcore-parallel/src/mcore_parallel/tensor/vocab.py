@@ -1,0 +1,215 @@
+"""Embedding and output head over a vocabulary that is cut over a tensor-parallel group.
+
+T tokens, H hidden, V vocabulary. The local tables are padded so that every rank has the same number
+of rows; padding rows are zero, belong to no global tensor and get no gradient.
+
+Parameters start at zero; `mcore_parallel.spec.initialise` or a load by layout fills them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_parallel.collectives import (
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
+from mcore_parallel.group import Group
+from mcore_parallel.protocols import LinearOp, TorchLinear
+from mcore_parallel.spec import Init, ParamSpec, join
+from mcore_parallel.tensor.function import parallel_linear
+from mcore_parallel.tensor.linear import DEFAULT_INIT, ZEROS
+from mcore_parallel.tensor.partition import VocabShard, check_tokens
+
+__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Table of V vectors, its rows cut over `group`: tokens int64 [T] → [T, H].
+
+    Args:
+        num_embeddings: V, the number of real tokens.
+        embedding_dim: H.
+        group: the ranks over which to cut; None: this process alone.
+        sequence_parallel: the result is [T/size, H], my rows.
+        multiple_of: pad the rows of each rank to a multiple of this.
+        init: initial values.
+        device, dtype: of the table.
+
+    Communicates over `group`: forward a sum (or reduce-scatter), backward, under sequence
+    parallelism, an all-gather of the gradient.
+
+    Raises:
+        ValueError: when called: T is not divisible by the group's size under sequence parallelism;
+            a token outside [0, V), which is looked at on the CPU only (elsewhere it would cost a
+            synchronisation; such a token gives zeros or the device's own error).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Group | None = None,
+        sequence_parallel: bool = False,
+        multiple_of: int = 1,
+        init: Init = DEFAULT_INIT,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = group or Group.single()
+        self.shard = VocabShard.of(num_embeddings, self.group, multiple_of)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.init = init
+        table = torch.zeros(self.shard.rows, embedding_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(table)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of `tokens` [T] (more dimensions may follow), see the class."""
+        self._check(tokens)
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.shard.start
+        elsewhere = (local < 0) | (local >= self.shard.real)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if not self.sequence_parallel:
+            return reduce_from_group(found, self.group)
+        check_tokens("VocabParallelEmbedding", tokens.shape[0], self.group.size)
+        return reduce_scatter_sequence(found, self.group)
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.device.type != "cpu" or not tokens.numel():
+            return
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= self.num_embeddings:
+            raise ValueError(
+                f"VocabParallelEmbedding: token {low if low < 0 else high} is outside the "
+                f"vocabulary of {self.num_embeddings} (0 to {self.num_embeddings - 1})"
+            )
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """Return the spec of `weight`: global `<prefix>.weight` [V, H], without padding."""
+        layout = self.shard.layout(join(prefix, "weight"), (self.embedding_dim,))
+        return {"weight": ParamSpec(layout=layout, init=self.init, decay=True)}
+
+    def extra_repr(self) -> str:
+        """For printing."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.group.size}"
+
+
+class VocabParallelHead(nn.Module):
+    """Logits over a cut vocabulary: x [T, H] → my columns [T, rows], padding columns included.
+
+    `vocab_parallel_cross_entropy` and `gather_logits` leave the padding columns out.
+
+    Args:
+        in_features: H.
+        vocab_size: V, the number of real tokens.
+        group: the ranks over which to cut; None: this process alone.
+        bias: add a bias per token.
+        tied: own no weight; `forward` is given that of the embedding.
+        gather_output: return all V logits on every rank, without padding.
+        sequence_parallel: x is [T/size, H], my rows; the logits still have all T.
+        multiple_of: pad the rows of each rank to a multiple of this, as in the embedding.
+        linear: the matrix products; default `TorchLinear`.
+        init: initial values of the weight (the bias starts at 0).
+        device, dtype: of the parameters.
+
+    Communicates over `group` as `ColumnParallelLinear` does.
+
+    Raises:
+        ValueError: when called: a weight given to a head that has one, or none to a tied one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        vocab_size: int,
+        *,
+        group: Group | None = None,
+        bias: bool = False,
+        tied: bool = False,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        multiple_of: int = 1,
+        linear: LinearOp | None = None,
+        init: Init = DEFAULT_INIT,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = group or Group.single()
+        self.shard = VocabShard.of(vocab_size, self.group, multiple_of)
+        self.in_features = in_features
+        self.vocab_size = vocab_size
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.linear: LinearOp = linear or TorchLinear()
+        self.init = init
+        rows = self.shard.rows
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        if tied:
+            self.register_parameter("weight", None)
+        else:
+            self.weight = nn.Parameter(torch.zeros(rows, in_features, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the local logits [T, rows], or with `gather_output` all of them [T, V].
+
+        `weight` [rows, H]: the embedding's table, when the head is tied. Its gradient then always
+        goes through autograd, never into a `main_grad` buffer, since the embedding adds to it too.
+        """
+        if (weight is None) == (self.weight is None):
+            given = "has its own weight" if weight is not None else "is tied"
+            raise ValueError(f"VocabParallelHead: the head {given}: pass a weight only when tied")
+        chosen = self.weight if weight is None else weight
+        assert chosen is not None
+        logits = parallel_linear(
+            x,
+            chosen,
+            self.bias,
+            linear=self.linear,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            accumulate=weight is None,
+        )
+        if self.gather_output:
+            return gather_logits(logits, self.group, vocab_size=self.vocab_size)
+        return logits
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """Return the specs of what the head owns: `<prefix>.weight` [V, H], `<prefix>.bias` [V]."""
+        specs: dict[str, ParamSpec] = {}
+        if self.weight is not None:
+            layout = self.shard.layout(join(prefix, "weight"), (self.in_features,))
+            specs["weight"] = ParamSpec(layout=layout, init=self.init, decay=True)
+        if self.bias is not None:
+            layout = self.shard.layout(join(prefix, "bias"))
+            specs["bias"] = ParamSpec(layout=layout, init=ZEROS, decay=False)
+        return specs
+
+    def extra_repr(self) -> str:
+        """For printing."""
+        return f"{self.in_features}, {self.vocab_size}, tp={self.group.size}"
+
+
+def gather_logits(logits: Tensor, group: Group, *, vocab_size: int) -> Tensor:
+    """Return all V logits [T, V] from my columns [T, rows], without the padding columns.
+
+    Padding columns are cut off, not masked, so a padding token cannot be sampled. The gradient of
+    my columns is my slice. All-gather over `group`; ValueError when the columns are too few.
+    """
+    VocabShard.of_logits(vocab_size, logits.shape[-1], group)
+    return gather_from_group(logits, group, dim=-1)[..., :vocab_size]
