@@ -1,0 +1,115 @@
+"""What a worker process of the pool runs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import threading
+import warnings
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_parallel import _torch
+from mcore_parallel._failure import Failure
+from mcore_parallel.testing._call import Call, Filter, use_warning_filters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call in one new world. rendezvous: a file that does not exist yet."""
+
+    number: int
+    call: Call
+    rank: int
+    world_size: int
+    rendezvous: str
+    device: str
+    timeout: float
+    filters: list[Filter]
+
+
+LEAVE = b"leave"
+
+
+def serve(pipe: Connection, stack_file: str) -> None:
+    """Carry out jobs from `pipe` until it closes; SIGUSR1 writes all stacks to `stack_file`.
+
+    A rank that has succeeded stays in its world until it is told to leave: closing connections
+    while another rank still reads from them could cost that rank its last bytes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # torch's own objects: the collection after each job need not look at them
+    with open(stack_file, "w", encoding="utf-8") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        # The parent has gone or closed its end: so do we.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = pipe.recv_bytes()
+                if message == LEAVE:
+                    _leave_world()
+                else:
+                    pipe.send_bytes(_run(pickle.loads(message)))
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _run(job: Job) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            use_warning_filters(job.filters)
+            return pickle.dumps((job.number, True, _in_world(job)))
+    except BaseException as error:
+        reply = pickle.dumps((job.number, False, Failure.of(error, job.rank, job.world_size)))
+    # The error, whose frames hold the job's groups, is gone: close its connections now, so that
+    # ranks which wait for this one learn of it.
+    _leave_world()
+    return reply
+
+
+def _in_world(job: Job) -> Any:
+    _reset(job.device, job.rank)
+    store = _torch.file_store(job.rendezvous, job.world_size, prefix=f"job{job.number}")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=job.timeout),
+    )
+    return job.call()
+
+
+def _reset(device: str, rank: int) -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+
+
+def _leave_world() -> None:
+    gc.collect()
+    if dist.is_initialized():
+        # After an error the other ranks may be gone already.
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+    gc.collect()

@@ -1,0 +1,3 @@
+from mcore_parallel.testing.plugin import ranks
+
+__all__ = ["ranks"]
