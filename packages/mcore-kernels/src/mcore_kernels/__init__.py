@@ -1,1 +1,43 @@
-"""Operators of transformer and state-space models: a plain-torch reference, fast paths, and a reason for every choice."""
+"""Operators of transformer and state-space models, each chosen once and with a reason."""
+
+from mcore_kernels.config import KernelConfig
+from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.kernels import Kernels
+from mcore_kernels.ops import OPERATORS
+from mcore_kernels.ops.rope.angles import rope_cos_sin
+from mcore_kernels.protocols import (
+    AttentionOp,
+    GeluOp,
+    LayerNormOp,
+    LinearOp,
+    RmsNormOp,
+    RopeOp,
+    SwigluOp,
+    VocabLossOp,
+    accumulation_dtype,
+)
+from mcore_kernels.registry import Resolved, Row, explain, resolve
+from mcore_kernels.target import Target
+
+__all__ = [
+    "OPERATORS",
+    "AttentionOp",
+    "GeluOp",
+    "Implementation",
+    "KernelConfig",
+    "Kernels",
+    "LayerNormOp",
+    "LinearOp",
+    "Operator",
+    "Resolved",
+    "RmsNormOp",
+    "RopeOp",
+    "Row",
+    "SwigluOp",
+    "Target",
+    "VocabLossOp",
+    "accumulation_dtype",
+    "explain",
+    "resolve",
+    "rope_cos_sin",
+]

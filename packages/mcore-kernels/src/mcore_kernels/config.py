@@ -1,0 +1,41 @@
+"""Which implementations to use, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mcore_kernels.registry import implementation_named, operator_named
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """One choice per operator.
+
+    Each is "auto" (the fastest that can run on the target), the name of an implementation
+    ("reference", "triton", …; asking for one that cannot run is an error when it is resolved), or
+    the import path "module:attribute" of an `mcore_kernels.Implementation` of your own.
+
+    Raises:
+        ValueError: a name that no implementation of the operator has.
+    """
+
+    linear: str = AUTO
+    rms_norm: str = AUTO
+    layer_norm: str = AUTO
+    swiglu: str = AUTO
+    gelu: str = AUTO
+    rope: str = AUTO
+    attention: str = AUTO
+    cross_entropy: str = AUTO
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if self.choice(field.name) is not None:
+                implementation_named(operator_named(field.name), getattr(self, field.name))
+
+    def choice(self, op: str) -> str | None:
+        """The name given for `op`; None for "auto"."""
+        name: str = getattr(self, op)
+        return None if name == AUTO else name

@@ -1,0 +1,33 @@
+"""The operators: one folder each, with its reference and its faster implementations."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mcore_kernels.implementation import Operator
+from mcore_kernels.ops import (
+    attention,
+    cross_entropy,
+    gelu,
+    layer_norm,
+    linear,
+    rms_norm,
+    rope,
+    swiglu,
+)
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            linear.OPERATOR,
+            rms_norm.OPERATOR,
+            layer_norm.OPERATOR,
+            swiglu.OPERATOR,
+            gelu.OPERATOR,
+            rope.OPERATOR,
+            attention.OPERATOR,
+            cross_entropy.OPERATOR,
+        )
+    }
+)
+"""Every operator by name."""

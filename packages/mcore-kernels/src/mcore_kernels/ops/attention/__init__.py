@@ -1,0 +1,31 @@
+"""Softmax attention over packed segments: `mcore_kernels.protocols.AttentionOp`."""
+
+import torch
+
+from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.attention.reference import ReferenceAttention
+from mcore_kernels.ops.attention.sdpa import SdpaAttention
+from mcore_kernels.requirements import needs_device, needs_dtype
+
+OPERATOR = Operator(
+    "attention",
+    (
+        Implementation(
+            op="attention",
+            name="reference",
+            fn=ReferenceAttention(),
+            summary="matrix products; a score matrix per head and segment",
+        ),
+        Implementation(
+            op="attention",
+            name="sdpa",
+            fn=SdpaAttention(),
+            requires=(
+                needs_device("cpu"),
+                needs_dtype(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+            ),
+            priority=10,
+            summary="the fused kernel of torch's scaled_dot_product_attention on CPU",
+        ),
+    ),
+)

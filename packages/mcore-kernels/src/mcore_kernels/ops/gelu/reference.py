@@ -1,0 +1,13 @@
+"""GELU, as torch defines it; its kernels compute in float32 and round once."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """See `mcore_kernels.protocols.GeluOp`; ValueError for another `approximate`."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu: approximate is 'none' or 'tanh', got {approximate!r}")
+    return F.gelu(x, approximate=approximate)

@@ -1,0 +1,26 @@
+"""Root-mean-square normalisation: `mcore_kernels.protocols.RmsNormOp`."""
+
+from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.rms_norm.eager import rms_norm as eager
+from mcore_kernels.ops.rms_norm.reference import rms_norm as reference
+from mcore_kernels.requirements import needs_device
+
+OPERATOR = Operator(
+    "rms_norm",
+    (
+        Implementation(
+            op="rms_norm",
+            name="reference",
+            fn=reference,
+            summary="torch.nn.functional.rms_norm",
+        ),
+        Implementation(
+            op="rms_norm",
+            name="eager",
+            fn=eager,
+            requires=(needs_device("cpu"),),
+            priority=10,
+            summary="plain torch with a backward of few passes",
+        ),
+    ),
+)
