@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def dot(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the sum of the products of two equally long integer vectors."""
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return sum(map(mul, a, b))
 
 
 def interval_boxes(

@@ -78,7 +78,7 @@ class LocalMotion:
     steps: tuple[tuple[int, ...], ...]
 
     def placed(self, offset: int, strides: Sequence[int]) -> Fragment:
-        """Return the fragment in a storage that has local coordinate `x` at `offset + x·strides`."""
+        """Return the fragment in a storage with local coordinate `x` at `offset + x·strides`."""
         return replace(
             self.fragment,
             offset=offset + dot(self.origin, strides),
