@@ -42,7 +42,7 @@ LEAVE = b"leave"
 
 
 def serve(pipe: Connection, stack_file: str) -> None:
-    """Carry out jobs from `pipe` until it closes; SIGUSR1 writes all stacks to `stack_file`.
+    """Carry out jobs from `pipe` until it closes; SIGUSR1 writes the stack to `stack_file`.
 
     A rank that has succeeded stays in its world until it is told to leave: closing connections
     while another rank still reads from them could cost that rank its last bytes.
@@ -53,7 +53,7 @@ def serve(pipe: Connection, stack_file: str) -> None:
     gc.collect()
     gc.freeze()  # torch's own objects: the collection after each job need not look at them
     with open(stack_file, "w", encoding="utf-8") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         # The parent has gone or closed its end: so do we.
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -92,7 +92,8 @@ def _in_world(job: Job) -> Any:
         store=store,
         rank=job.rank,
         world_size=job.world_size,
-        timeout=datetime.timedelta(seconds=job.timeout),
+        # The pool gives up first, and says where every rank stands.
+        timeout=datetime.timedelta(seconds=job.timeout + 60),
     )
     return job.call()
 
@@ -100,7 +101,8 @@ def _in_world(job: Job) -> Any:
 def _reset(device: str, rank: int) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # setting it imports the whole compiler
+        torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(rank)

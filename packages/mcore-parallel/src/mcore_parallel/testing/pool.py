@@ -23,6 +23,7 @@ from mcore_parallel._failure import Failure, first_real
 from mcore_parallel.testing._call import Call, warning_filters
 from mcore_parallel.testing._worker import LEAVE, Job, serve
 
+_FRAMES = 12  # innermost frames of a rank that hangs
 _GRACE = 5.0  # seconds that the other ranks have to notice that one has failed
 
 
@@ -188,8 +189,8 @@ class RankPool:
             os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         for rank in late:
-            stack = self._workers[rank].stacks.read_text(encoding="utf-8").rstrip()
-            error.add_note(f"rank {rank} of {size} stands at:\n{stack}")
+            stack = self._workers[rank].stacks.read_text(encoding="utf-8").splitlines()
+            error.add_note("\n".join([f"rank {rank} of {size} stands at:", *stack[1:_FRAMES]]))
         return error
 
     def _kill(self) -> None:
