@@ -1,0 +1,121 @@
+"""How long a schedule takes and what it holds in memory, computed without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mcore_parallel.pipeline.actions import Action, Schedule, partner
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTimes:
+    """The duration of an action by its kind, the same on every stage; any unit.
+
+    forward, backward, weight: of F, B and W (backward is the input-gradient half alone where the
+    schedule has W actions). transfer: from a send until the other side has the message; the sender
+    goes on meanwhile.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    weight: float = 0.0
+    transfer: float = 0.0
+
+    def __call__(self, action: Action) -> float:
+        """Return the duration of `action`; a receive takes none of its own."""
+        if action.is_receive:
+            return 0.0
+        if action.is_send:
+            return self.transfer
+        return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One computing action and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What `simulate` found.
+
+    spans: the computing actions of every stage, in order. makespan: end of the last one.
+    peak_activations: for every stage the largest number of forwards, counted by chunk and
+    micro-batch, whose backward (weight-gradient half included) was not done yet.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    makespan: float
+    peak_activations: tuple[int, ...]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For every stage the time that it computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all stages' time that they stand idle, 0 to 1."""
+        total = self.makespan * len(self.spans)
+        return 1.0 - sum(self.busy) / total if total else 0.0
+
+
+def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = None) -> Simulation:
+    """Run a schedule that `check` accepts against the clock.
+
+    Every stage does its actions one after another; a send costs the stage nothing and arrives
+    `duration(send)` later; a receive waits for it. `duration`: any function of the action (stages
+    and chunks may differ); None means `OpTimes()`, a backward twice as long as a forward.
+    ValueError when the schedule deadlocks.
+    """
+    duration = duration or OpTimes()
+    clock = [0.0] * len(schedule)
+    at = [0] * len(schedule)
+    arrival: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule]
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule):
+            while at[stage] < len(actions):
+                action = actions[at[stage]]
+                if action.is_receive:
+                    if action not in arrival:
+                        break
+                    clock[stage] = max(clock[stage], arrival[action])
+                elif action.is_send:
+                    arrival[partner(action, len(schedule))] = clock[stage] + duration(action)
+                else:
+                    start, clock[stage] = clock[stage], clock[stage] + duration(action)
+                    spans[stage].append(Span(action=action, start=start, end=clock[stage]))
+                at[stage] += 1
+                moved = True
+    stuck = [actions[i] for actions, i in zip(schedule, at, strict=True) if i < len(actions)]
+    if stuck:
+        waits = "; ".join(
+            f"stage {a.stage} waits for stage {partner(a, len(schedule)).stage} in {a}"
+            for a in stuck
+        )
+        raise ValueError(f"the schedule deadlocks: {waits}")
+    return Simulation(
+        spans=tuple(map(tuple, spans)),
+        makespan=max(clock, default=0.0),
+        peak_activations=tuple(map(_peak_activations, schedule)),
+    )
+
+
+def _peak_activations(actions: Sequence[Action]) -> int:
+    frees = "W" if any(action.kind == "W" for action in actions) else "B"
+    live = peak = 0
+    for action in actions:
+        if action.kind == "F":
+            live += 1
+        elif action.kind == frees:
+            live -= 1
+        peak = max(peak, live)
+    return peak
