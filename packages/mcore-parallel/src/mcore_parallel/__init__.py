@@ -22,11 +22,14 @@ from mcore_parallel.collectives import (
     scatter_to_group,
     send_to,
 )
+from mcore_parallel.config import ParallelConfig, check_sequence
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, Fragment, LayoutTensor, TensorLayout
+from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.protocols import SGD, AttentionOp, LinearOp, UpdateRule, VocabLossOp
 from mcore_parallel.rng import RngKey, RngStreams, counter_normal, counter_uniform, dropout
 from mcore_parallel.spec import GradSync, Init, ParamSpec, initialise, param_specs
+from mcore_parallel.stages import stage_layers
 
 __all__ = [
     "SGD",
@@ -38,6 +41,8 @@ __all__ = [
     "Init",
     "LayoutTensor",
     "LinearOp",
+    "ParallelConfig",
+    "ParallelMesh",
     "ParamSpec",
     "RngKey",
     "RngStreams",
@@ -53,6 +58,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_sequence",
     "copy_to_group",
     "counter_normal",
     "counter_uniform",
@@ -69,4 +75,5 @@ __all__ = [
     "reduce_scatter_sequence",
     "scatter_to_group",
     "send_to",
+    "stage_layers",
 ]

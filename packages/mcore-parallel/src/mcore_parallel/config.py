@@ -1,0 +1,233 @@
+"""`ParallelConfig`: how many ranks each axis has, and what is checked before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+
+from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
+
+_ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
+_SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
+_SWITCHES = {"sp": "sequence_parallel", "zero": "shard_optimizer", "overlap": "overlap"}
+_EXAMPLES = {"order": "tp-cp-ep-dp-pp", "stages": "8+8+7+7", "bucket": 40_000_000}
+_KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "bucket")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of parallelism; every check raises ValueError with the numbers.
+
+    tp, cp, pp, dp: sizes of the tensor, context, pipeline and data axis; dp None takes what the
+    world leaves. ep, etp: expert view; etp None equals tp; the expert data axis takes the rest.
+    sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
+    order: axes from the fastest varying (neighbouring ranks) to the slowest, for both views (ep has
+    no place in the dense one, nor cp in the expert one); axes left out come last, in the order
+    tp cp ep dp pp, and must have size 1.
+    stage_layers: layers of each pipeline stage; None spreads them evenly, first stages larger.
+    shard_optimizer: keep optimizer state once per dp × cp (expert parameters: edp) instead of on
+    every rank. bucket_size: elements of a gradient bucket. overlap: reduce a bucket during the
+    backward pass, when its last gradient has arrived.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    sequence_parallel: bool = False
+    order: str = "tp-cp-ep-dp-pp"
+    stage_layers: tuple[int, ...] | None = None
+    shard_optimizer: bool = True
+    bucket_size: int = 40_000_000
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (*_SIZES, "bucket_size"):
+            value = getattr(self, name)
+            if value is None and name in ("dp", "etp"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        axes = self._order_axes()
+        for axis in _ORDER_AXES:
+            if axis not in axes and (getattr(self, axis) or 1) != 1:
+                raise ValueError(
+                    f"order {self.order!r} leaves out {axis}, which has size {getattr(self, axis)}"
+                )
+        counts = self.stage_layers
+        if counts is not None and (len(counts) != self.pp or min(counts) < 0):
+            raise ValueError(
+                f"stage_layers {list(counts)} must be {self.pp} counts of layers, one for each of "
+                f"pp = {self.pp} stages"
+            )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the dense model and its sequence: tp × cp × pp."""
+        return self.tp * self.cp * self.pp
+
+    def resolve(self, world_size: int) -> ParallelConfig:
+        """Return the configuration for a world of `world_size` ranks, with dp and etp filled in.
+
+        ValueError, with the nearest valid sizes, when the axes do not multiply to the world.
+        """
+        if world_size < 1:
+            raise ValueError(f"world size must be at least 1, not {world_size}")
+        size = self.model_size
+        product = f"tp × cp × pp = {self.tp} × {self.cp} × {self.pp} = {size}"
+        if self.dp is None and world_size % size:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of {product}; nearest valid world "
+                f"sizes: {_multiples(world_size, size)}"
+            )
+        dp = self.dp or world_size // size
+        if dp * size != world_size:
+            fitting = (
+                "" if world_size % size else f" (or dp = {world_size // size} with this world)"
+            )
+            raise ValueError(
+                f"world size {world_size} is not dp × tp × cp × pp = {dp} × {self.tp} × {self.cp} "
+                f"× {self.pp} = {dp * size}; valid is world size {dp * size}{fitting}"
+            )
+        resolved = dataclasses.replace(self, dp=dp, etp=self.etp or self.tp)
+        resolved._check_expert_view(world_size)
+        return resolved
+
+    def _check_expert_view(self, world_size: int) -> None:
+        assert self.etp is not None
+        stage = world_size // self.pp
+        if stage % (self.etp * self.ep):
+            free = [str(d) for d in range(1, stage + 1) if stage % (self.etp * d) == 0]
+            valid = f"valid ep: {', '.join(free)}" if free else f"etp must divide {stage}"
+            raise ValueError(
+                f"etp × ep = {self.etp} × {self.ep} = {self.etp * self.ep} does not divide the "
+                f"{stage} ranks of a pipeline stage (tp × cp × dp); {valid}"
+            )
+        dense, expert = self.dense_view(), self.expert_view()
+        if self.pp > 1 and dense.stride("pp") != expert.stride("pp"):
+            raise ValueError(
+                f"order {self.order!r}: pipeline stages are {dense.stride('pp')} ranks apart for "
+                f"dense parameters and {expert.stride('pp')} for experts; put pp last, as in "
+                f"'tp-cp-ep-dp-pp'"
+            )
+
+    @staticmethod
+    def parse(text: str) -> ParallelConfig:
+        """Return the configuration that a short text describes, such as "tp=2,pp=2,sp".
+
+        Items are separated by commas or blanks. Sizes: tp cp pp dp ep etp. Switches, alone or with
+        =0 or =1: sp (sequence parallel), zero (sharded optimizer state), overlap. Further:
+        order=tp-cp-ep-dp-pp, stages=8+8+7+7 (layers of each stage), bucket=40000000 (elements).
+        ValueError names the item.
+        """
+        values: dict[str, object] = {}
+        for item in text.replace(",", " ").split():
+            key, equals, value = item.partition("=")
+            field, parsed = _parse_item(item, key, value if equals else None)
+            if field in values:
+                raise ValueError(f"layout {text!r} gives {key} twice")
+            values[field] = parsed
+        return ParallelConfig(**values)  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """Return a short text that `parse` reads back, such as "tp=2 pp=2 dp=1 sp"."""
+        default = ParallelConfig()
+        items = [f"tp={self.tp}"]
+        items += [f"cp={self.cp}"] * (self.cp != 1)
+        items += [f"pp={self.pp}"]
+        items += [f"dp={self.dp}"] * (self.dp is not None)
+        items += [f"ep={self.ep}"] * (self.ep != 1)
+        items += [f"etp={self.etp}"] * (self.etp not in (None, self.tp))
+        items += ["sp"] * self.sequence_parallel
+        items += ["zero=0"] * (not self.shard_optimizer)
+        items += ["overlap=0"] * (not self.overlap)
+        items += [f"order={self.order}"] * (self.order != default.order)
+        if self.stage_layers is not None:
+            items.append("stages=" + "+".join(map(str, self.stage_layers)))
+        items += [f"bucket={self.bucket_size}"] * (self.bucket_size != default.bucket_size)
+        return " ".join(items)
+
+    def dense_view(self) -> AxisView:
+        """Return the ranks as tp × cp × dp × pp, in the configured order (of a resolved config)."""
+        assert self.dp is not None, "resolve() first"
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        axes = tuple(axis for axis in self._order_axes(complete=True) if axis in DENSE_AXES)
+        return AxisView(axes=axes, sizes=tuple(sizes[axis] for axis in axes))
+
+    def expert_view(self) -> AxisView:
+        """Return the ranks as etp × ep × edp × pp, in the configured order (resolved config)."""
+        assert self.dp is not None, "resolve() first"
+        assert self.etp is not None, "resolve() first"
+        edp = self.tp * self.cp * self.dp // (self.etp * self.ep)
+        sizes = {"etp": self.etp, "ep": self.ep, "edp": edp, "pp": self.pp}
+        renamed = {"tp": "etp", "dp": "edp"}
+        order = (renamed.get(axis, axis) for axis in self._order_axes(complete=True))
+        axes = tuple(axis for axis in order if axis in EXPERT_AXES)
+        return AxisView(axes=axes, sizes=tuple(sizes[axis] for axis in axes))
+
+    def _order_axes(self, *, complete: bool = False) -> tuple[str, ...]:
+        axes = tuple(self.order.split("-"))
+        if len(set(axes)) != len(axes) or not set(axes) <= set(_ORDER_AXES):
+            raise ValueError(
+                f"order {self.order!r} must name each of {', '.join(_ORDER_AXES)} at most once, "
+                f"joined by '-', as in 'tp-cp-ep-dp-pp'"
+            )
+        if complete:
+            axes += tuple(axis for axis in _ORDER_AXES if axis not in axes)
+        return axes
+
+
+def check_sequence(config: ParallelConfig, seq_length: int) -> None:
+    """Require a sequence length that the ranks can share equally.
+
+    Context parallelism cuts a sequence into 2 · cp chunks (each rank takes an early and a late
+    one); sequence parallelism cuts what a rank holds into tp slices. ValueError with the nearest
+    valid lengths.
+    """
+    unit, reasons = 1, []
+    if config.cp > 1:
+        unit = 2 * config.cp
+        reasons.append(f"2 × cp = 2 × {config.cp} = {unit} chunks (context parallel)")
+    if config.sequence_parallel and config.tp > 1:
+        unit = math.lcm(unit, config.cp * config.tp)
+        slices = "cp × tp" if config.cp > 1 else "tp"
+        product = f"{config.cp} × {config.tp} = " if config.cp > 1 else ""
+        reasons.append(f"{slices} = {product}{config.cp * config.tp} slices (sequence parallel)")
+    if seq_length < 1 or seq_length % unit:
+        raise ValueError(
+            f"sequence length {seq_length} cannot be cut into {' and '.join(reasons) or 'tokens'}; "
+            f"nearest valid lengths: {_multiples(seq_length, unit)}"
+        )
+
+
+def _multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} and {below + unit}" if below > 0 else f"{unit}"
+
+
+def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
+    if key in _SWITCHES:
+        if value not in (None, "0", "1"):
+            raise ValueError(f"layout item {item!r}: {key} is 0 or 1")
+        return _SWITCHES[key], value != "0"
+    if key not in _KEYS:
+        near = difflib.get_close_matches(key, _KEYS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"layout item {item!r}: {hint}valid are {', '.join(_KEYS)}")
+    if not value:
+        raise ValueError(
+            f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"
+        )
+    if key == "order":
+        return "order", value
+    try:
+        if key == "stages":
+            return "stage_layers", tuple(int(count) for count in value.split("+"))
+        return ("bucket_size" if key == "bucket" else key), int(value)
+    except ValueError:
+        example = f"{key}={_EXAMPLES.get(key, 2)}"
+        raise ValueError(f"layout item {item!r} is not of the form '{example}'") from None
