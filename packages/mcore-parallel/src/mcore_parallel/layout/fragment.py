@@ -37,7 +37,7 @@ class Fragment:
         for a, n, size, stride in zip(box.start, box.shape, shape, self.strides, strict=True):
             if a + n > size:
                 raise ValueError(f"{self.name}: box {box} leaves the global shape {list(shape)}")
-            if stride < 0 or (stride == 0 and n > 1):
+            if stride < 0 or (stride == 0 and n > 1 and box.numel):
                 raise ValueError(
                     f"{self.name}: strides {self.strides} of box {box} must be positive where the "
                     "box is longer than 1"

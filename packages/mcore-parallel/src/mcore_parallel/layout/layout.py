@@ -178,6 +178,8 @@ class TensorLayout:
                 f"slice {start}:{stop} leaves the {self.shape[dim]} elements of dimension {dim}"
             )
         shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        if start == stop:
+            return TensorLayout.padding(shape)
         strides = row_major_strides(shape)
         fragments: list[Fragment] = []
         for f in self.fragments:
