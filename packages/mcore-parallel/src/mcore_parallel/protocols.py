@@ -251,7 +251,7 @@ class TorchVocabLoss:
             return
         p = (logits.to(maximum.dtype) - maximum.unsqueeze(1)).exp_().div_(sum_exp.unsqueeze(1))
         column, here = _local_labels(labels, logits.shape[1])
-        p.scatter_add_(1, column.unsqueeze(1), (here * -on_target).to(p.dtype).unsqueeze(1))
+        p.scatter_add_(1, column.unsqueeze(1), here.to(p.dtype).mul_(-on_target).unsqueeze(1))
         if on_all:
             p.sub_(on_all)
         out.copy_(p.mul_(grad.unsqueeze(1)))
