@@ -1,0 +1,60 @@
+"""Files that are kept beside the tensors of a checkpoint, such as the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_ckpt.manifest import FileInfo, sha256
+from mcore_ckpt.names import FILES, check_path
+from mcore_ckpt.storage import Storage
+
+
+def collect_files(files: Mapping[str, Path | bytes]) -> dict[str, bytes]:
+    """Return the contents of the files to attach, by their path below `files/`.
+
+    A path to a directory stands for all files below it.
+
+    Raises:
+        ValueError: a name that cannot be stored, or two files of one name.
+        FileNotFoundError: a path that does not exist.
+    """
+    contents: dict[str, bytes] = {}
+
+    def add(name: str, data: bytes) -> None:
+        check_path(name, "file name")
+        if name in contents:
+            raise ValueError(f"two attached files are called {name!r}")
+        contents[name] = data
+
+    for name, source in files.items():
+        if isinstance(source, bytes):
+            add(name, source)
+        elif source.is_dir():
+            for path in sorted(p for p in source.rglob("*") if p.is_file()):
+                add(f"{name}/{path.relative_to(source).as_posix()}", path.read_bytes())
+        else:
+            add(name, source.read_bytes())
+    return contents
+
+
+def write_files(
+    storage: Storage, checkpoint: str, contents: Mapping[str, bytes]
+) -> dict[str, FileInfo]:
+    """Write the files below `<checkpoint>/files/`, durably, and return their manifest entries."""
+    if not contents:
+        return {}
+    directories: dict[str, None] = {checkpoint: None}
+    for name, data in contents.items():
+        *above, _ = f"{FILES}/{name}".split("/")
+        for depth in range(len(above)):
+            directory = f"{checkpoint}/{'/'.join(above[: depth + 1])}"
+            if directory not in directories:
+                storage.make_directory(directory)
+                directories[directory] = None
+        storage.put(f"{checkpoint}/{FILES}/{name}", data)
+    storage.sync(f"{checkpoint}/{FILES}/{name}" for name in contents)
+    storage.sync(directories)
+    return {
+        name: FileInfo(num_bytes=len(data), sha256=sha256(data)) for name, data in contents.items()
+    }

@@ -1,0 +1,137 @@
+"""Reading a checkpoint without a layout: by name, one whole tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.commit import read_manifest, resolve
+from mcore_ckpt.dtypes import from_numpy, stored_type
+from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
+from mcore_ckpt.names import FILES
+from mcore_parallel.layout import Box
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The global tensors of a committed checkpoint by name, read from disk when asked for.
+
+    `checkpoint["model/embedding.weight"]` is a new CPU tensor of the real dtype. `info(name)` tells
+    dtype and shape without reading.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], engine: Engine | None = None) -> None:
+        """Open `path`, as `mcore_ckpt.open` does."""
+        self._storage, self._name = resolve(path)
+        self._manifest = read_manifest(self._storage, self._name)
+        if engine is None:
+            from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+
+            engine = TensorstoreEngine()
+        self._engine = engine
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own directory."""
+        return Path(self._storage.location(self._name))
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything the checkpoint says about itself."""
+        return self._manifest
+
+    @property
+    def step(self) -> int:
+        """The training step it was saved at."""
+        return self._manifest.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What was saved that is no tensor."""
+        return dict(self._manifest.state)
+
+    def info(self, name: str) -> TensorInfo:
+        """Return dtype, shape and chunks of a tensor; KeyError when there is none."""
+        return self._manifest.tensors[name]
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return part of a tensor (default: all of it) as a new CPU tensor of the real dtype.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: the box leaves the tensor.
+            CheckpointError: a chunk is missing or unreadable.
+        """
+        info = self.info(name)
+        whole = Box.whole(info.shape)
+        box = whole if box is None else box
+        if len(box.shape) != len(whole.shape) or not whole.contains(box):
+            raise ValueError(f"{name}: box {box} leaves the shape {list(info.shape)}")
+        result = torch.empty(box.shape, dtype=stored_type(info.dtype).torch)
+        regions = []
+        for number in info.grid.overlapping(box):
+            part = info.grid.box(number).intersect(box)
+            assert part is not None
+            regions.append(Region(array=f"{self._name}/{name}", info=info, box=part))
+        for region, array in zip(regions, self._engine.read(self._storage, regions), strict=True):
+            inside = tuple(
+                slice(a - b, a - b + n)
+                for a, b, n in zip(region.box.start, box.start, region.box.shape, strict=True)
+            )
+            result[inside] = from_numpy(array, info.dtype)
+        return result
+
+    def file(self, name: str) -> bytes:
+        """Return the contents of an attached file, checked against its hash.
+
+        Raises:
+            KeyError: there is no such file.
+            CheckpointError: it is missing or damaged.
+        """
+        expected = self._manifest.files[name]
+        where = self.path / FILES / name
+        try:
+            data = where.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"{where} is missing") from None
+        if sha256(data) != expected.sha256:
+            raise CheckpointError(f"{where} is damaged: its hash is not the manifest's")
+        return data
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self._manifest.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._manifest.tensors
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}: step {self.step}, {len(self)} tensors)"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Return the tensors of a checkpoint as a mapping, read lazily.
+
+    `path` is a checkpoint, or the directory of several: then the newest committed one.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+        CheckpointError: its manifest is damaged, or of a newer format.
+    """
+    return Checkpoint(path)
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a checkpoint holds besides tensors and files; `path` as for `open`."""
+    storage, name = resolve(path)
+    return dict(read_manifest(storage, name).state)

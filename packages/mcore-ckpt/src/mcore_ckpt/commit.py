@@ -1,0 +1,297 @@
+"""Which checkpoints of a directory exist, and how one comes into being and goes, atomically.
+
+A checkpoint is a directory `step_<number>`. From its first moment it holds the file UNCOMMITTED;
+when everything in it is durable, that file is given the manifest's hash and renamed to COMMIT.
+Removing starts with the reverse rename, and goes on under another name. So at any moment, also
+after a crash, a directory `step_<number>` either has COMMIT and is whole, or has UNCOMMITTED (or
+nothing at all) and may be swept; one with neither is not ours and is left alone. See
+docs/checkpoint-format.md, "Commit".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.manifest import FORMAT, VERSION, Manifest, sha256
+from mcore_ckpt.names import MANIFEST, MARKER, UNCOMMITTED
+from mcore_ckpt.storage import LocalStorage, Readable, Storage
+
+_NAME = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
+_REMOVED = ".removed"
+_REMOVED_NAME = re.compile(_NAME.pattern + re.escape(_REMOVED))
+_LOCK_SUFFIX = ".__lock"
+
+
+class Status(Enum):
+    """What the markers in a step directory say."""
+
+    COMMITTED = "committed"
+    UNCOMMITTED = "uncommitted"
+    DAMAGED = "marker damaged"
+    FOREIGN = "not a checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDirectory:
+    """A directory named like a checkpoint: `attempt` counts the saves of one step over another."""
+
+    name: str
+    step: int
+    attempt: int
+    status: Status
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sort key: newer ones are greater."""
+        return (self.step, self.attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """The contents of COMMIT."""
+
+    manifest_bytes: int
+    manifest_sha256: str
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "manifest_bytes": self.manifest_bytes,
+            "manifest_sha256": self.manifest_sha256,
+        }
+        return (json.dumps(document) + "\n").encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Marker | None:
+        """Return the marker in these bytes, None when they are none."""
+        try:
+            document = json.loads(data)
+            if document["format"] != FORMAT:
+                return None
+            return Marker(
+                manifest_bytes=int(document["manifest_bytes"]),
+                manifest_sha256=str(document["manifest_sha256"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def step_name(step: int, attempt: int = 0) -> str:
+    """Return the directory name of a step's first save, or of a later one over it."""
+    return f"step_{step:08d}" + (f".{attempt}" if attempt else "")
+
+
+def scan(storage: Readable) -> list[StepDirectory]:
+    """Return every directory named like a checkpoint, oldest first."""
+    found = []
+    for name, is_directory in storage.entries("").items():
+        match = _NAME.fullmatch(name)
+        if match and is_directory:
+            found.append(
+                StepDirectory(
+                    name=name,
+                    step=int(match[1]),
+                    attempt=int(match[2] or 0),
+                    status=_status(storage, name),
+                )
+            )
+    return sorted(found, key=lambda d: d.age)
+
+
+def _status(storage: Readable, name: str) -> Status:
+    entries = storage.entries(name)
+    if MARKER in entries:
+        try:
+            marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
+        except FileNotFoundError:  # being removed by a save that runs right now
+            return Status.UNCOMMITTED
+        return Status.COMMITTED if marker else Status.DAMAGED
+    if UNCOMMITTED in entries or not entries:
+        return Status.UNCOMMITTED
+    return Status.FOREIGN
+
+
+def newest(storage: Readable) -> StepDirectory | None:
+    """Return the newest committed checkpoint of a storage, None when there is none.
+
+    One whose marker is damaged is passed over with a RuntimeWarning.
+    """
+    for found in reversed(scan(storage)):
+        if found.status is Status.COMMITTED:
+            return found
+        if found.status is Status.DAMAGED:
+            where = storage.location(f"{found.name}/{MARKER}")
+            warnings.warn(
+                f"{where} is damaged; passing over that checkpoint", RuntimeWarning, stacklevel=3
+            )
+    return None
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the committed checkpoints of a directory, oldest first, one for each step."""
+    committed = [d for d in scan(LocalStorage(directory)) if d.status is Status.COMMITTED]
+    by_step = {d.step: Path(directory) / d.name for d in committed}
+    return list(by_step.values())
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the newest committed checkpoint of a directory, None when there is none.
+
+    What a crash left half-written is never returned. A checkpoint whose marker was damaged later
+    is passed over with a RuntimeWarning.
+    """
+    found = newest(LocalStorage(directory))
+    return Path(directory) / found.name if found else None
+
+
+def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
+    """Return the storage and the name of the checkpoint at `path`, or of the newest one below it.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+    """
+    path = Path(path).absolute()
+    if (path / MARKER).is_file():
+        return LocalStorage(path.parent), path.name
+    if (path / UNCOMMITTED).is_file():
+        raise FileNotFoundError(f"{path} was never committed: its save did not finish")
+    storage = LocalStorage(path)
+    found = newest(storage)
+    if found is None:
+        raise FileNotFoundError(f"no committed checkpoint at {path} or directly below it")
+    return storage, found.name
+
+
+def read_manifest_bytes(storage: Readable, name: str) -> bytes:
+    """Return a committed checkpoint's manifest file, checked against the marker.
+
+    Raises:
+        CheckpointError: marker or manifest is missing or damaged.
+    """
+    where = storage.location(name)
+    try:
+        marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
+        data = storage.get(f"{name}/{MANIFEST}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where}: {Path(error.filename).name} is missing") from None
+    if marker is None:
+        raise CheckpointError(f"{where}/{MARKER} is damaged")
+    if (len(data), sha256(data)) != (marker.manifest_bytes, marker.manifest_sha256):
+        raise CheckpointError(
+            f"{where}/{MANIFEST} ({len(data)} bytes) is damaged: {MARKER} names another hash "
+            f"({marker.manifest_bytes} bytes)"
+        )
+    return data
+
+
+def read_manifest(storage: Readable, name: str) -> Manifest:
+    """Return a committed checkpoint's manifest; CheckpointError when it is damaged."""
+    return Manifest.decode(
+        read_manifest_bytes(storage, name), storage.location(f"{name}/{MANIFEST}")
+    )
+
+
+def begin(storage: Storage, step: int) -> str:
+    """Sweep what crashes left behind, and create the directory for a save of `step`.
+
+    Returns its name. A committed checkpoint of the same step stays until the new one is committed:
+    the new one then lies beside it, as `step_<number>.<attempt>`.
+
+    Raises:
+        ValueError: something that is no checkpoint is in the way.
+    """
+    storage.make_directory("")
+    try:
+        _sweep(storage)
+    except OSError as error:  # such as a file that a network file system still holds
+        warnings.warn(f"cannot sweep what is left over: {error}", RuntimeWarning, stacklevel=2)
+    found = scan(storage)
+    committed = [d for d in found if d.status is Status.COMMITTED]
+    if committed:  # the only one that the last save can have left lock files in
+        _sweep_locks(storage, committed[-1].name)
+    taken = [d for d in found if d.step == step]
+    for other in taken:
+        if other.status is Status.FOREIGN:
+            raise ValueError(
+                f"{storage.location(other.name)} is in the way and not a checkpoint (it has "
+                f"neither {MARKER} nor {UNCOMMITTED}): move it elsewhere"
+            )
+    name = step_name(step, max(d.attempt for d in taken) + 1 if taken else 0)
+    storage.make_directory(name)
+    storage.put(f"{name}/{UNCOMMITTED}", b"This checkpoint is being written.\n")
+    # Durable before anything else in the directory: whatever a crash leaves here can be swept.
+    storage.sync([f"{name}/{UNCOMMITTED}", name, ""])
+    return name
+
+
+def commit(storage: Storage, name: str, manifest: bytes) -> None:
+    """Write the manifest and the marker. Everything else in the directory is durable already."""
+    storage.put(f"{name}/{MANIFEST}", manifest)
+    storage.sync([f"{name}/{MANIFEST}", name])
+    marker = Marker(manifest_bytes=len(manifest), manifest_sha256=sha256(manifest))
+    storage.put(f"{name}/{UNCOMMITTED}", marker.encode())
+    storage.sync([f"{name}/{UNCOMMITTED}"])
+    storage.rename(f"{name}/{UNCOMMITTED}", f"{name}/{MARKER}")
+    storage.sync([name])
+
+
+def retain(storage: Storage, name: str, keep_last: int | None) -> None:
+    """Remove what the committed checkpoint `name` replaces.
+
+    That is an earlier save of the same step, and older steps beyond the newest `keep_last` (this
+    one counted). Newer steps, which a run that was taken back to an earlier step finds, stay.
+    """
+    found = [d for d in scan(storage) if d.status is Status.COMMITTED]
+    new = next(d for d in found if d.name == name)
+    newest_attempts = {d.step: d for d in found}
+    kept = [d.name for d in newest_attempts.values() if d.step < new.step]
+    if keep_last is not None:
+        kept = kept[max(0, len(kept) - (keep_last - 1)) :]
+    for d in found:
+        if d.age < new.age and d.name not in kept:
+            remove_checkpoint(storage, d.name)
+
+
+def remove_checkpoint(storage: Storage, name: str) -> None:
+    """Remove a checkpoint: it stops being one at once, and a crash leaves something to sweep."""
+    if MARKER in storage.entries(name):
+        storage.rename(f"{name}/{MARKER}", f"{name}/{UNCOMMITTED}")
+        storage.sync([name])
+    # The new name says by itself that what is left of the directory may be removed; so the order
+    # in which the removals below become durable does not matter, and none waits for the disk.
+    storage.rename(name, name + _REMOVED)
+    storage.sync([""])
+    _remove_tree(storage, name + _REMOVED, is_directory=True)
+
+
+def _sweep(storage: Storage) -> None:
+    for name, is_directory in storage.entries("").items():
+        if is_directory and _REMOVED_NAME.fullmatch(name):
+            _remove_tree(storage, name, is_directory)
+    for leftover in scan(storage):
+        if leftover.status is Status.UNCOMMITTED:
+            remove_checkpoint(storage, leftover.name)
+
+
+def _remove_tree(storage: Storage, path: str, is_directory: bool) -> None:
+    if is_directory:
+        for entry, below in storage.entries(path).items():
+            _remove_tree(storage, f"{path}/{entry}", below)
+    storage.remove(path)
+
+
+def _sweep_locks(storage: Storage, path: str) -> None:
+    for entry, is_directory in storage.entries(path).items():
+        if is_directory:
+            _sweep_locks(storage, f"{path}/{entry}")
+        elif entry.endswith(_LOCK_SUFFIX):
+            storage.remove(f"{path}/{entry}")

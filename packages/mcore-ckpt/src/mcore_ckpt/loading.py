@@ -1,0 +1,178 @@
+"""Loading: each rank reads the chunks its own layouts need, once, and fills its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt.agreement import together
+from mcore_ckpt.commit import read_manifest_bytes, resolve
+from mcore_ckpt.dtypes import converts, from_numpy, stored_type
+from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.manifest import Manifest
+from mcore_ckpt.names import MANIFEST
+from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.targets import (
+    LoadReport,
+    Strictness,
+    compare,
+    describe_targets,
+    enforce,
+    selected,
+)
+from mcore_parallel.collectives import broadcast_object
+from mcore_parallel.group import Group
+from mcore_parallel.layout import Box, Fragment, LayoutTensor
+
+
+def load(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, LayoutTensor],
+    group: Group | None = None,
+    *,
+    strict: Strictness = "error",
+    prefixes: Sequence[str] | None = None,
+    engine: Engine | None = None,
+) -> LoadReport:
+    """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
+
+    Every rank of `group` (default: this process alone) calls it; only metadata crosses ranks, over
+    the group's CPU twin. Each rank reads the chunks that hold some of what its layouts name.
+
+    path: a checkpoint, or the directory of several: then the newest committed one.
+    tensors: this rank's local tensors by any local key. Values are converted to a tensor's dtype;
+        between floating-point types only. Padding becomes zero.
+    strict: what happens when the checkpoint lacks a tensor, has one that nobody wants, or has it in
+        another shape: "error", or "warn" and load the rest; what does not fit keeps its values.
+    prefixes: take only tensors whose names start with one of these into account, such as
+        `["model/"]` for weights without optimizer state. Others keep their values.
+
+    Raises:
+        FileNotFoundError: on every rank: there is no committed checkpoint at `path`.
+        ValueError: on every rank: something does not fit (all of it is named).
+        CheckpointError: on every rank: the checkpoint is damaged.
+    """
+    if strict not in ("error", "warn"):
+        raise ValueError(f"strict is {strict!r}; it is 'error' or 'warn'")
+    if engine is None:
+        from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+
+        engine = TensorstoreEngine()
+    group = (group or Group.single()).cpu
+    what = f"loading {os.fspath(path)} failed"
+    parent, name, manifest = _open_together(path, group, what)
+    wanted = together(group, what, lambda: describe_targets(tensors, prefixes))
+    report = compare(manifest, wanted, prefixes)
+    where = f"{parent}/{name}"
+    enforce(report, where, strict)
+    loading = _Loading(manifest=manifest, prefixes=prefixes)
+    together(
+        group,
+        what,
+        lambda: loading.run(LocalStorage(parent), name, tensors, engine),
+    )
+    return report
+
+
+def _open_together(
+    path: str | os.PathLike[str], group: Group, what: str
+) -> tuple[str, str, Manifest]:
+    """Choose the checkpoint and read its manifest on rank 0, for all ranks."""
+    found: list[tuple[str, str, bytes]] = []
+
+    def locate() -> None:
+        if group.rank == 0:
+            storage, name = resolve(path)
+            found.append((storage.location(""), name, read_manifest_bytes(storage, name)))
+
+    together(group, what, locate, passing=(ValueError, FileNotFoundError))
+    chosen: tuple[str, str, bytes] | None = found[0] if found else None
+    received = broadcast_object(chosen, 0, group)
+    assert received is not None
+    parent, name, data = received
+    return parent, name, Manifest.decode(data, f"{parent}/{name}/{MANIFEST}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Part of a local tensor (a view of its box's shape) that lies within one chunk."""
+
+    box: Box
+    view: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loading:
+    manifest: Manifest
+    prefixes: Sequence[str] | None
+
+    def run(
+        self,
+        storage: LocalStorage,
+        checkpoint: str,
+        tensors: Mapping[str, LayoutTensor],
+        engine: Engine,
+    ) -> None:
+        """Read every chunk needed once and copy it to all places that want some of it."""
+        pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
+        for value in tensors.values():
+            takes = [self._takes(f, value.tensor) for f in value.layout.fragments]
+            if all(takes) and takes and value.layout.covered < value.layout.numel:
+                value.tensor.detach().zero_()
+            for (fragment, view), take in zip(value.views(), takes, strict=True):
+                if take:
+                    self._cut(fragment, view, pieces)
+        order = sorted(pieces)
+        regions = [
+            Region(
+                array=f"{checkpoint}/{name}",
+                info=self.manifest.tensors[name],
+                box=_hull([piece.box for piece in pieces[name, number]]),
+            )
+            for name, number in order
+        ]
+        for key, region, array in zip(order, regions, engine.read(storage, regions), strict=True):
+            data = from_numpy(array, region.info.dtype)
+            for piece in pieces[key]:
+                piece.view.copy_(data[_inside(piece.box, region.box)])
+
+    def _takes(self, fragment: Fragment, tensor: torch.Tensor) -> bool:
+        """Return whether this fragment is loaded: selected, and fits what the checkpoint has."""
+        info = self.manifest.tensors.get(fragment.name)
+        return (
+            info is not None
+            and selected(fragment.name, self.prefixes)
+            and info.shape == fragment.global_shape
+            and converts(stored_type(info.dtype).torch, tensor.dtype)
+        )
+
+    def _cut(
+        self,
+        fragment: Fragment,
+        view: torch.Tensor,
+        pieces: dict[tuple[str, int], list[_Piece]],
+    ) -> None:
+        grid = self.manifest.tensors[fragment.name].grid
+        for number in grid.overlapping(fragment.box):
+            box = grid.box(number).intersect(fragment.box)
+            assert box is not None
+            pieces[fragment.name, number].append(
+                _Piece(box=box, view=view[_inside(box, fragment.box)])
+            )
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
+    stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of `box` within a tensor that is `outer`."""
+    return tuple(
+        slice(a - b, a - b + n) for a, b, n in zip(box.start, outer.start, box.shape, strict=True)
+    )

@@ -1,0 +1,178 @@
+"""`manifest.json`: everything a checkpoint says about itself, as one value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeAlias
+
+from mcore_ckpt.dtypes import stored_type
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.grid import Grid
+
+FORMAT = "mcore-ckpt"
+VERSION = 1
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """A global tensor as the manifest lists it.
+
+    dtype: the real dtype's name. chunk_shape: of the regular grid. crc32: of each chunk's bytes
+    before any compression, edge chunks filled up with zeros, in the order of the chunks.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    crc32: tuple[int, ...] = ()
+
+    @property
+    def grid(self) -> Grid:
+        """The chunks of the tensor."""
+        return Grid(self.shape, self.chunk_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements (edge chunks take a little more on disk)."""
+        return math.prod(self.shape) * stored_type(self.dtype).itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk on disk."""
+        return math.prod(self.chunk_shape) * stored_type(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileInfo:
+    """A file kept beside the tensors: its length in bytes and its SHA-256."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of `manifest.json`.
+
+    documents: CRC-32 of each zarr document by its path. state: what is no tensor.
+    """
+
+    step: int
+    tensors: Mapping[str, TensorInfo]
+    documents: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    producer: Mapping[str, str] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        tensors = {
+            name: {
+                "dtype": info.dtype,
+                "stored_dtype": stored_type(info.dtype).zarr,
+                "shape": list(info.shape),
+                "chunk_shape": list(info.chunk_shape),
+                "crc32": [f"{crc:08x}" for crc in info.crc32],
+            }
+            for name, info in sorted(self.tensors.items())
+        }
+        files = {
+            name: {"bytes": info.num_bytes, "sha256": info.sha256}
+            for name, info in sorted(self.files.items())
+        }
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "producer": dict(self.producer),
+            "state": dict(self.state),
+            "files": files,
+            "documents": {path: f"{crc:08x}" for path, crc in sorted(self.documents.items())},
+            "tensors": tensors,
+        }
+        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> Manifest:
+        """Return the manifest in these bytes; `where` is named in errors.
+
+        Raises:
+            CheckpointError: not a manifest, or one of a newer format than this release reads.
+        """
+        try:
+            document = json.loads(data)
+            found = (document["format"], document["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{where} is not a checkpoint manifest: {error!r}") from None
+        if found[0] != FORMAT or not isinstance(found[1], int) or not 1 <= found[1] <= VERSION:
+            raise CheckpointError(
+                f"{where} has format {found[0]!r} version {found[1]!r}; this release of mcore-ckpt "
+                f"({producer()['mcore-ckpt']}) reads {FORMAT!r} versions 1 to {VERSION}"
+            )
+        try:
+            return Manifest(
+                step=document["step"],
+                tensors={name: _tensor(entry) for name, entry in document["tensors"].items()},
+                documents={path: int(crc, 16) for path, crc in document["documents"].items()},
+                files={
+                    name: FileInfo(num_bytes=entry["bytes"], sha256=entry["sha256"])
+                    for name, entry in document["files"].items()
+                },
+                state=document["state"],
+                producer=document["producer"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{where} is damaged: {error!r}") from None
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorInfo:
+    info = TensorInfo(
+        dtype=stored_type(str(entry["dtype"])).name,
+        shape=tuple(entry["shape"]),
+        chunk_shape=tuple(entry["chunk_shape"]),
+        crc32=tuple(int(crc, 16) for crc in entry["crc32"]),
+    )
+    if len(info.crc32) != info.grid.num_chunks:
+        raise ValueError(f"{len(info.crc32)} checksums for {info.grid.num_chunks} chunks")
+    return info
+
+
+def sha256(data: bytes) -> str:
+    """Return the SHA-256 of some bytes in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def producer() -> dict[str, str]:
+    """Return the versions of what wrote a checkpoint, for the manifest."""
+    return {name: version(name) for name in ("mcore-ckpt", "tensorstore", "torch")}
+
+
+def check_json(value: Any, where: str = "state") -> Json:
+    """Return `value` as it will come back from JSON (tuples become lists).
+
+    Raises:
+        ValueError: it would come back as something else; the message names the place.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}, and JSON has no such number; store it as None")
+        return value
+    if isinstance(value, list | tuple):
+        return [check_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; JSON keys are strings")
+        return {key: check_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise ValueError(
+        f"{where} is a {type(value).__name__}; JSON holds None, bool, int, float, str, list, dict"
+    )

@@ -1,0 +1,257 @@
+"""Who writes which chunk, and what has to be exchanged for it.
+
+Pure arithmetic: every rank computes the same plan from the same descriptions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.dtypes import stored_type
+from mcore_ckpt.grid import chunk_shape
+from mcore_ckpt.manifest import TensorInfo
+from mcore_ckpt.names import check_tensor_names
+from mcore_parallel.layout import (
+    Box,
+    Copy,
+    Fragment,
+    LayoutTensor,
+    TensorLayout,
+    check_tiling,
+    plan,
+)
+from mcore_parallel.layout.box import row_major_strides
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Chunk `number` of the global tensor `name`, and its writer (a rank within the group)."""
+
+    name: str
+    number: int
+    writer: int
+
+    @property
+    def key(self) -> str:
+        """Name of the buffer that the chunk is put together in."""
+        return f"{self.name}#{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Chunks that are put together and written at one time, within the bound on staging memory."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[Copy, ...]
+
+    def of(self, rank: int) -> list[Chunk]:
+        """Return the chunks that `rank` (within the group) writes."""
+        return [chunk for chunk in self.chunks if chunk.writer == rank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """The global tensors of a checkpoint, and how the ranks write them in rounds."""
+
+    tensors: Mapping[str, TensorInfo]
+    rounds: tuple[Round, ...]
+
+
+def describe(tensors: Mapping[str, LayoutTensor]) -> dict[str, Any]:
+    """Return the dtypes and layouts of some local tensors as plain JSON values.
+
+    Raises:
+        ValueError: a tensor has a dtype that the format does not have.
+    """
+    described = {}
+    for key, value in tensors.items():
+        try:
+            dtype = stored_type(value.tensor.dtype).name
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+        fragments = [
+            [
+                f.name,
+                f.global_shape,
+                f.box.start,
+                f.box.shape,
+                f.offset,
+                f.strides,
+                f.replica,
+                f.num_replicas,
+            ]
+            for f in value.layout.fragments
+        ]
+        described[key] = {"dtype": dtype, "shape": value.layout.shape, "fragments": fragments}
+    return described
+
+
+def layouts_of(description: Mapping[str, Any]) -> dict[str, TensorLayout]:
+    """Return the layouts that `describe` wrote down, by local key."""
+    return {
+        key: TensorLayout(
+            shape=tuple(entry["shape"]), fragments=tuple(map(_fragment, entry["fragments"]))
+        )
+        for key, entry in description.items()
+    }
+
+
+def _fragment(row: Sequence[Any]) -> Fragment:
+    name, global_shape, start, shape, offset, strides, replica, num_replicas = row
+    return Fragment(
+        name=name,
+        global_shape=tuple(global_shape),
+        box=Box(tuple(start), tuple(shape)),
+        offset=offset,
+        strides=tuple(strides),
+        replica=replica,
+        num_replicas=num_replicas,
+    )
+
+
+def plan_save(
+    descriptions: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
+    *,
+    chunk_bytes: int,
+    exchange_bytes: int,
+) -> WritePlan:
+    """Return how the ranks write what they have described, in group order.
+
+    ranks: the group's torch.distributed ranks. exchange_bytes: bound on the chunks that one rank
+    puts together in a round (a single larger chunk passes).
+
+    Raises:
+        ValueError: ranks disagree on a tensor's dtype or shape, or their fragments do not tile it
+            exactly once per replica; names the tensor.
+    """
+    layouts = {
+        rank: layouts_of(description) for rank, description in zip(ranks, descriptions, strict=True)
+    }
+    tensors = _tensor_table(descriptions, chunk_bytes)
+    check_tensor_names(tensors)
+    check_tiling(layout for held in layouts.values() for layout in held.values())
+    chunks = _assign(tensors, list(layouts.values()))
+    targets: dict[int, dict[str, TensorLayout]] = {rank: {} for rank in ranks}
+    for chunk in chunks:
+        info = tensors[chunk.name]
+        targets[ranks[chunk.writer]][chunk.key] = chunk_layout(info, chunk)
+    return WritePlan(
+        tensors=tensors,
+        rounds=tuple(_rounds(chunks, plan(layouts, targets), tensors, exchange_bytes)),
+    )
+
+
+def chunk_layout(info: TensorInfo, chunk: Chunk) -> TensorLayout:
+    """Return the layout of a buffer of full chunk shape; beyond the tensor's edge is padding."""
+    fragment = Fragment(
+        name=chunk.name,
+        global_shape=info.shape,
+        box=info.grid.box(chunk.number),
+        offset=0,
+        strides=row_major_strides(info.chunk_shape),
+    )
+    return TensorLayout(shape=info.chunk_shape, fragments=(fragment,))
+
+
+def _tensor_table(
+    descriptions: Sequence[Mapping[str, Any]], chunk_bytes: int
+) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    first_rank: dict[str, int] = {}
+    for rank, description in enumerate(descriptions):
+        for entry in description.values():
+            dtype = entry["dtype"]
+            for row in entry["fragments"]:
+                name, shape = row[0], tuple(row[1])
+                if name not in tensors:
+                    cut = chunk_shape(shape, stored_type(dtype).itemsize, chunk_bytes)
+                    tensors[name] = TensorInfo(dtype=dtype, shape=shape, chunk_shape=cut)
+                    first_rank[name] = rank
+                elif tensors[name].dtype != dtype:
+                    raise ValueError(
+                        f"{name}: rank {first_rank[name]} holds it as {tensors[name].dtype}, "
+                        f"rank {rank} as {dtype}"
+                    )
+    return dict(sorted(tensors.items()))
+
+
+def _assign(
+    tensors: Mapping[str, TensorInfo], layouts: Sequence[Mapping[str, TensorLayout]]
+) -> list[Chunk]:
+    """Give each chunk one writer: near where its elements are, with no rank writing much more.
+
+    Large chunks first, each goes to the holder, or the least loaded rank of all, for which the
+    bytes it then has to write plus those of this chunk that it has to receive are fewest.
+    """
+    held = _held_elements(tensors, layouts)
+    sizes = {
+        (name, number): info.grid.box(number).numel * stored_type(info.dtype).itemsize
+        for name, info in tensors.items()
+        for number in range(info.grid.num_chunks)
+    }
+    load = [0] * len(layouts)
+    chunks = []
+    for (name, number), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        itemsize = stored_type(tensors[name].dtype).itemsize
+        holders = held[name, number]
+        cost = {
+            rank: load[rank] + size - min(size, elements * itemsize)
+            for rank, elements in holders.items()
+        }
+        idle = min(range(len(load)), key=load.__getitem__)
+        cost.setdefault(idle, load[idle] + size)
+        writer = min(sorted(cost), key=cost.__getitem__)
+        load[writer] += size
+        chunks.append(Chunk(name, number, writer))
+    return sorted(chunks, key=lambda chunk: (chunk.name, chunk.number))
+
+
+def _held_elements(
+    tensors: Mapping[str, TensorInfo], layouts: Sequence[Mapping[str, TensorLayout]]
+) -> dict[tuple[str, int], dict[int, int]]:
+    """Return, for each chunk, how many of its elements each rank holds."""
+    ranks_of_box: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    for rank, held in enumerate(layouts):
+        for layout in held.values():
+            for fragment in layout.fragments:
+                ranks_of_box[fragment.name, fragment.box].append(rank)
+    elements: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for (name, box), ranks in ranks_of_box.items():
+        grid = tensors[name].grid
+        for number in grid.overlapping(box):
+            common = grid.box(number).intersect(box)
+            assert common is not None
+            for rank in ranks:
+                elements[name, number][rank] += common.numel
+    return elements
+
+
+def _rounds(
+    chunks: Sequence[Chunk],
+    copies: Sequence[Copy],
+    tensors: Mapping[str, TensorInfo],
+    exchange_bytes: int,
+) -> Iterator[Round]:
+    staged: dict[int, int] = defaultdict(int)
+    current: dict[int, int] = defaultdict(int)
+    round_of: dict[str, int] = {}
+    for chunk in chunks:
+        size = tensors[chunk.name].chunk_bytes
+        if staged[chunk.writer] and staged[chunk.writer] + size > exchange_bytes:
+            current[chunk.writer] += 1
+            staged[chunk.writer] = 0
+        staged[chunk.writer] += size
+        round_of[chunk.key] = current[chunk.writer]
+    count = max(round_of.values(), default=-1) + 1
+    chunks_by_round: list[list[Chunk]] = [[] for _ in range(count)]
+    copies_by_round: list[list[Copy]] = [[] for _ in range(count)]
+    for chunk in chunks:
+        chunks_by_round[round_of[chunk.key]].append(chunk)
+    for copy in copies:
+        copies_by_round[round_of[copy.target.key]].append(copy)
+    for some_chunks, some_copies in zip(chunks_by_round, copies_by_round, strict=True):
+        yield Round(chunks=tuple(some_chunks), copies=tuple(some_copies))

@@ -1,0 +1,284 @@
+"""Saving: plan, exchange, write, agree, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.agreement import together
+from mcore_ckpt.attachments import collect_files, write_files
+from mcore_ckpt.commit import begin, commit, remove_checkpoint, retain
+from mcore_ckpt.documents import all_documents, all_groups, array_document, encode
+from mcore_ckpt.dtypes import stored_type, to_numpy
+from mcore_ckpt.engine import ChunkData, Engine, Writing
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
+from mcore_ckpt.manifest import Manifest, check_json, producer
+from mcore_ckpt.names import DOCUMENT, groups_of
+from mcore_ckpt.planning import Chunk, Round, WritePlan, plan_save
+from mcore_ckpt.request import check_same, make_request
+from mcore_ckpt.storage import LocalStorage, Storage
+from mcore_parallel.group import Group
+from mcore_parallel.layout import LayoutTensor, transfer
+
+DEFAULT_EXCHANGE_BYTES = 256 << 20
+_HASH_THREADS = 4
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    tensors: Mapping[str, LayoutTensor],
+    state: Mapping[str, Any] | None = None,
+    group: Group | None = None,
+    files: Mapping[str, Path | bytes] | None = None,
+    keep_last: int | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
+    storage: Storage | None = None,
+    engine: Engine | None = None,
+) -> Path:
+    """Write a checkpoint of `step` below `directory` and return its path once it is committed.
+
+    Every rank of `group` (default: this process alone) calls it and communicates over the group's
+    CPU twin. It returns on all of them when the checkpoint is durable, or raises on all of them;
+    then nothing is committed and the checkpoints that were there are as before. One save at a time
+    may run in a directory.
+
+    tensors: this rank's local tensors by any local key; the layouts name the global tensors,
+        `prefix/name`. Padding is not saved, and of replicas one is. Where fp32 master weights
+        exist, give those for `model/…`.
+    state: whatever is no tensor, as JSON values; the same on every rank.
+    files: files to keep with it by name below `files/`: contents, or a path to a file or directory
+        to copy. Those of the group's rank 0 are taken.
+    keep_last: after the commit, remove older steps but for the newest ones; at least 1, which is
+        the new checkpoint itself. None keeps all. Newer steps are never touched.
+    chunk_bytes: upper bound on the size of a chunk; chunks depend on nothing else but a tensor's
+        shape and dtype.
+    exchange_bytes: bound on the chunks that a rank puts together in memory at one time (two such
+        portions are in memory while one is being written).
+    storage, engine: in place of the file system below `directory`, and of tensorstore.
+
+    Raises:
+        ValueError: on every rank: names, dtypes or layouts that do not fit together (a region that
+            two ranks claim, or none), state that is not JSON or differs between ranks.
+        FileNotFoundError: on every rank: a file to attach does not exist.
+        CheckpointError: on every rank: writing failed on some rank; says where and why.
+    """
+    if engine is None:
+        from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+
+        engine = TensorstoreEngine()
+    group = (group or Group.single()).cpu
+    what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
+    state = {} if state is None else state
+    requests = together(
+        group,
+        what,
+        lambda: make_request(
+            step=step,
+            keep_last=keep_last,
+            chunk_bytes=chunk_bytes,
+            exchange_bytes=exchange_bytes,
+            state=state,
+            tensors=tensors,
+        ),
+    )
+    check_same(requests, state, group)
+    plan = plan_save(
+        [request["tensors"] for request in requests],
+        group.ranks,
+        chunk_bytes=chunk_bytes,
+        exchange_bytes=exchange_bytes,
+    )
+    saving = _Saving(
+        step=step,
+        group=group,
+        storage=storage or LocalStorage(directory),
+        engine=engine,
+        what=what,
+        plan=plan,
+    )
+    name = saving.run(tensors, check_json(state), files or {})
+    if group.rank == 0 and keep_last is not None:
+        _retain(saving.storage, name, keep_last)
+    return Path(directory) / name
+
+
+def _retain(storage: Storage, name: str, keep_last: int) -> None:
+    try:
+        retain(storage, name, keep_last)
+    except OSError as error:  # the new checkpoint stands all the same
+        warnings.warn(f"cannot remove old checkpoints: {error}", RuntimeWarning, stacklevel=3)
+
+
+@dataclass(kw_only=True)
+class _Saving:
+    """One save under way on one rank. `checksums` are of the chunks that this rank writes."""
+
+    step: int
+    group: Group
+    storage: Storage
+    engine: Engine
+    what: str
+    plan: WritePlan
+    checksums: dict[Chunk, int] = field(default_factory=dict)
+    _files: dict[str, None] = field(default_factory=dict)
+    _directories: dict[str, None] = field(default_factory=dict)
+
+    def run(
+        self, tensors: Mapping[str, LayoutTensor], state: Any, files: Mapping[str, Path | bytes]
+    ) -> str:
+        """Write and commit; return the checkpoint's name."""
+        first = self.group.rank == 0
+        contents: dict[str, bytes] = {}
+
+        def start() -> str | None:
+            if not first:
+                return None
+            contents.update(collect_files(files))
+            return begin(self.storage, self.step)
+
+        passing = (ValueError, FileNotFoundError)
+        name: str = together(self.group, self.what, start, passing=passing)[0]
+        failure = self._write(name, tensors)
+        try:
+            rows = together(self.group, self.what, lambda: self._settle(failure))
+            together(
+                self.group,
+                self.what,
+                lambda: self._commit(name, rows, state, contents) if first else None,
+            )
+        except (CheckpointError, ValueError):
+            if first:  # gives the space back; if that fails too, the next save sweeps it
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(self.storage, name)
+            raise
+        return name
+
+    def _write(self, name: str, tensors: Mapping[str, LayoutTensor]) -> Exception | None:
+        """Exchange and write round by round; return what went wrong on this rank.
+
+        A rank that cannot write goes on exchanging, since the others need what it holds.
+        """
+        failure: Exception | None = None
+        writing: Writing | None = None
+        sources = {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
+        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
+            for batch in self.plan.rounds:
+                buffers = self._exchange(batch, sources)
+                try:
+                    if writing:
+                        writing.wait()
+                    if failure is None:
+                        chunks = self._chunks(name, batch, buffers)
+                        writing = self.engine.write(self.storage, chunks)
+                        hashed = pool.map(lambda chunk: zlib.crc32(chunk.data), chunks)
+                        self.checksums.update(zip(batch.of(self.group.rank), hashed, strict=True))
+                except Exception as error:  # reported to all ranks at the end
+                    failure, writing = error, None
+        try:
+            if writing:
+                writing.wait()
+        except Exception as error:
+            failure = failure or error
+        return failure
+
+    def _exchange(
+        self, batch: Round, sources: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        buffers = {}
+        for chunk in batch.of(self.group.rank):
+            info = self.plan.tensors[chunk.name]
+            dtype = stored_type(info.dtype).torch
+            whole = info.grid.box(chunk.number).shape == info.chunk_shape
+            make = torch.empty if whole else torch.zeros
+            buffers[chunk.key] = make(info.chunk_shape, dtype=dtype)
+        transfer(batch.copies, sources, buffers, self.group)
+        return buffers
+
+    def _chunks(
+        self, name: str, batch: Round, buffers: Mapping[str, torch.Tensor]
+    ) -> list[ChunkData]:
+        """Create the arrays that this rank's chunks of a round belong to, and return the chunks."""
+        chunks = []
+        for chunk in batch.of(self.group.rank):
+            info = self.plan.tensors[chunk.name]
+            array = f"{name}/{chunk.name}"
+            self._make_array(name, chunk.name)
+            if chunk.number == 0:
+                self._put(f"{array}/{DOCUMENT}", encode(array_document(info)))
+            self._files[f"{array}/{info.grid.key(chunk.number)}"] = None
+            data = to_numpy(buffers[chunk.key])
+            chunks.append(ChunkData(array=array, info=info, number=chunk.number, data=data))
+        return chunks
+
+    def _make_array(self, name: str, tensor: str) -> None:
+        """Create the directory of an array and those above it, and remember to sync them."""
+        for path in (name, *(f"{name}/{group}" for group in groups_of(tensor)), f"{name}/{tensor}"):
+            if path not in self._directories:
+                if path != name:
+                    self.storage.make_directory(path)
+                self._directories[path] = None
+
+    def _put(self, path: str, data: bytes) -> None:
+        self.storage.put(path, data)
+        self._files[path] = None
+
+    def _settle(self, failure: Exception | None) -> list[tuple[str, int, int]]:
+        """Make what this rank wrote durable; return the checksums as (tensor, chunk, CRC-32)."""
+        if failure:
+            raise failure
+        self.storage.sync(self._files)
+        self.storage.sync(self._directories)
+        self._files.clear()
+        return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
+
+    def _commit(
+        self,
+        name: str,
+        rows: list[list[tuple[str, int, int]]],
+        state: Any,
+        contents: Mapping[str, bytes],
+    ) -> None:
+        """On rank 0, when everything else is durable: the remaining documents, files, manifest."""
+        documents = all_documents(self.plan.tensors)
+        self._put(f"{name}/{DOCUMENT}", documents[DOCUMENT])
+        self._directories[name] = None
+        for group in all_groups(self.plan.tensors):
+            self._make_array(name, group)
+            self._put(f"{name}/{group}/{DOCUMENT}", documents[f"{group}/{DOCUMENT}"])
+        for tensor, info in self.plan.tensors.items():
+            if not info.grid.num_chunks:  # no elements: nobody wrote a chunk of it
+                self._make_array(name, tensor)
+                self._put(f"{name}/{tensor}/{DOCUMENT}", documents[f"{tensor}/{DOCUMENT}"])
+        self._settle(None)
+        checksums: dict[str, dict[int, int]] = {tensor: {} for tensor in self.plan.tensors}
+        for row in rows:
+            for tensor, number, crc in row:
+                checksums[tensor][number] = crc
+        manifest = Manifest(
+            step=self.step,
+            tensors={
+                tensor: replace(
+                    info,
+                    crc32=tuple(checksums[tensor][i] for i in range(info.grid.num_chunks)),
+                )
+                for tensor, info in self.plan.tensors.items()
+            },
+            documents={path: zlib.crc32(data) for path, data in documents.items()},
+            files=write_files(self.storage, name, contents),
+            state=state,
+            producer=producer(),
+        )
+        commit(self.storage, name, manifest.encode())

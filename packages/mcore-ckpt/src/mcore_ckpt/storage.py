@@ -1,0 +1,124 @@
+"""Where a checkpoint's small files live, and when what was written there is durable.
+
+The commit protocol is written against `Storage` alone, so that a test can record every operation
+and replay any prefix of it. Chunks go past it through an engine, to `Storage.location`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+_SYNC_THREADS = 16
+
+
+class Readable(Protocol):
+    """The reading half of `Storage`."""
+
+    def location(self, path: str) -> str:
+        """Return where `path` lies, for engines and messages."""
+
+    def get(self, path: str) -> bytes:
+        """Return a file's contents; FileNotFoundError when there is none."""
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """Return the names in a directory, true for directories; empty when there is none."""
+
+
+class Storage(Readable, Protocol):
+    """A tree of files; paths are relative to its root, joined by '/', and "" is the root.
+
+    Nothing is durable before `sync`, and each operation may become durable on its own, in any
+    order: the contents of a file by syncing the file, its name (new, moved or removed) by syncing
+    the directory that holds the name.
+    """
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory whose parent exists; one that is there already is left alone."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a file of these contents in an existing directory, over an older one."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file, over an older one, or a directory, within its directory; atomically."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file or an empty directory; what is not there is no error."""
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Make the contents of these files and the names in these directories durable."""
+
+
+class LocalStorage:
+    """Files of a local or shared POSIX file system below `root`, which need not exist yet."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def location(self, path: str) -> str:
+        """Return the absolute path."""
+        return str(self.root / path)
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory; for the root, also those above it, which are then durable."""
+        if path:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.location(path))
+            return
+        missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for directory in missing:
+            _fsync(str(directory.parent))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a file."""
+        with open(self.location(path), "wb") as file:
+            file.write(data)
+
+    def get(self, path: str) -> bytes:
+        """Read a file."""
+        with open(self.location(path), "rb") as file:
+            return file.read()
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """List a directory."""
+        try:
+            with os.scandir(self.location(path)) as found:
+                return {e.name: e.is_dir(follow_symlinks=False) for e in found}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or directory."""
+        os.replace(self.location(old), self.location(new))
+
+    def remove(self, path: str) -> None:
+        """Remove a file or an empty directory."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(self.location(path)):
+                os.rmdir(self.location(path))
+            else:
+                os.unlink(self.location(path))
+
+    def sync(self, paths: Iterable[str]) -> None:
+        """Call fsync on each, several at a time: a journal then commits many of them at once."""
+        locations = [self.location(path) for path in paths]
+        if len(locations) < 4:
+            for location in locations:
+                _fsync(location)
+            return
+        with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="mcore-ckpt-sync") as pool:
+            for _ in pool.map(_fsync, locations):
+                pass
+
+
+def _fsync(location: str) -> None:
+    descriptor = os.open(location, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,129 @@
+"""Verifying: does every byte of a checkpoint still say what was written?"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.commit import Status, read_manifest, resolve, scan
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
+from mcore_ckpt.names import FILES, MARKER
+from mcore_ckpt.storage import LocalStorage, Readable
+
+_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong. where: path within the checkpoint. tensor, chunk: if it is one."""
+
+    where: str
+    what: str
+    tensor: str | None = None
+    chunk: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        of = f"tensor {self.tensor} chunk {list(self.chunk or ())}: " if self.tensor else ""
+        return f"{of}{self.where} {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was looked at, and the problems found (none: the checkpoint is whole)."""
+
+    path: Path
+    num_tensors: int
+    num_chunks: int
+    num_bytes: int
+    problems: tuple[Problem, ...]
+
+
+def verify(path: str | os.PathLike[str]) -> Verification:
+    """Read a whole checkpoint and compare it with its checksums.
+
+    `path` is a checkpoint, or the directory of several: then the newest that has a commit marker,
+    even a damaged one.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    return verify_at(*_locate(path))
+
+
+def verify_at(storage: Readable, name: str) -> Verification:
+    """As `verify`, for the checkpoint called `name` in a storage."""
+    where = Path(storage.location(name))
+    try:
+        manifest = read_manifest(storage, name)
+    except CheckpointError as error:
+        problem = Problem(where=str(error), what="(nothing else can be checked)")
+        return Verification(
+            path=where, num_tensors=0, num_chunks=0, num_bytes=0, problems=(problem,)
+        )
+    chunks = [
+        (tensor, info, number)
+        for tensor, info in manifest.tensors.items()
+        for number in range(info.grid.num_chunks)
+    ]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-verify") as pool:
+        found = pool.map(lambda chunk: _check_chunk(storage, name, *chunk), chunks)
+        problems = [problem for problem in found if problem]
+    return Verification(
+        path=where,
+        num_tensors=len(manifest.tensors),
+        num_chunks=len(chunks),
+        num_bytes=sum(info.num_bytes for info in manifest.tensors.values()),
+        problems=(*_check_documents(storage, name, manifest), *problems),
+    )
+
+
+def _locate(path: str | os.PathLike[str]) -> tuple[Readable, str]:
+    root = Path(path).absolute()
+    marked = [d for d in scan(LocalStorage(root)) if d.status in (Status.COMMITTED, Status.DAMAGED)]
+    if marked and not (root / MARKER).is_file():
+        return LocalStorage(root), marked[-1].name
+    return resolve(path)
+
+
+def _check_documents(storage: Readable, name: str, manifest: Manifest) -> Iterator[Problem]:
+    for path, crc in manifest.documents.items():
+        data = _get(storage, f"{name}/{path}")
+        if data is None:
+            yield Problem(where=path, what="is missing")
+        elif zlib.crc32(data) != crc:
+            yield Problem(where=path, what="is damaged: its checksum is not the manifest's")
+    for file, info in manifest.files.items():
+        path = f"{FILES}/{file}"
+        data = _get(storage, f"{name}/{path}")
+        if data is None:
+            yield Problem(where=path, what="is missing")
+        elif (len(data), sha256(data)) != (info.num_bytes, info.sha256):
+            yield Problem(where=path, what="is damaged: its hash is not the manifest's")
+
+
+def _check_chunk(
+    storage: Readable, name: str, tensor: str, info: TensorInfo, number: int
+) -> Problem | None:
+    where = f"{tensor}/{info.grid.key(number)}"
+    data = _get(storage, f"{name}/{where}")
+    if data is None:
+        what = "is missing"
+    elif len(data) != info.chunk_bytes:
+        what = f"has {len(data)} bytes instead of {info.chunk_bytes}"
+    elif zlib.crc32(data) != info.crc32[number]:
+        what = "is damaged: its checksum is not the manifest's"
+    else:
+        return None
+    return Problem(where=where, what=what, tensor=tensor, chunk=info.grid.coordinates(number))
+
+
+def _get(storage: Readable, path: str) -> bytes | None:
+    try:
+        return storage.get(path)
+    except FileNotFoundError:
+        return None
