@@ -23,32 +23,66 @@ from mcore_parallel.collectives import (
     send_to,
 )
 from mcore_parallel.config import ParallelConfig, check_sequence
+from mcore_parallel.data import (
+    GradientBuckets,
+    Hyper,
+    NonFinite,
+    ShardedOptimizer,
+    clip_factor,
+    decay,
+)
 from mcore_parallel.group import Group
+from mcore_parallel.launch import Rank, init_from_env, launch_local
 from mcore_parallel.layout import Box, Fragment, LayoutTensor, TensorLayout
 from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.pipeline import Action, Channel, PipelineError, gpipe, one_f_one_b, run_schedule
 from mcore_parallel.protocols import SGD, AttentionOp, LinearOp, UpdateRule, VocabLossOp
 from mcore_parallel.rng import RngKey, RngStreams, counter_normal, counter_uniform, dropout
 from mcore_parallel.spec import GradSync, Init, ParamSpec, initialise, param_specs
 from mcore_parallel.stages import stage_layers
+from mcore_parallel.tensor import (
+    ColumnParallelLinear,
+    Part,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    gather_logits,
+    padded_vocab_size,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_prob,
+)
 
 __all__ = [
     "SGD",
+    "Action",
     "AttentionOp",
     "Box",
+    "Channel",
+    "ColumnParallelLinear",
     "Fragment",
     "GradSync",
+    "GradientBuckets",
     "Group",
+    "Hyper",
     "Init",
     "LayoutTensor",
     "LinearOp",
+    "NonFinite",
     "ParallelConfig",
     "ParallelMesh",
     "ParamSpec",
+    "Part",
+    "PipelineError",
+    "Rank",
     "RngKey",
     "RngStreams",
+    "RowParallelLinear",
+    "ShardedOptimizer",
     "TensorLayout",
     "UpdateRule",
     "VocabLossOp",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "all_gather",
     "all_gather_into",
     "all_gather_object",
@@ -59,21 +93,32 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_sequence",
+    "clip_factor",
     "copy_to_group",
     "counter_normal",
     "counter_uniform",
+    "decay",
     "dropout",
     "exchange",
     "gather_from_group",
+    "gather_logits",
     "gather_sequence",
+    "gpipe",
+    "init_from_env",
     "initialise",
+    "launch_local",
+    "one_f_one_b",
+    "padded_vocab_size",
     "param_specs",
     "receive_into",
     "reduce_from_group",
     "reduce_scatter",
     "reduce_scatter_into",
     "reduce_scatter_sequence",
+    "run_schedule",
     "scatter_to_group",
     "send_to",
     "stage_layers",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_prob",
 ]
