@@ -3,9 +3,10 @@
 import torch
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.attention.flash import MAX_HEAD_DIM, FlashAttention
 from mcore_kernels.ops.attention.reference import ReferenceAttention
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
-from mcore_kernels.requirements import needs_device, needs_dtype
+from mcore_kernels.requirements import needs_arch, needs_device, needs_dtype, needs_head_dim
 
 OPERATOR = Operator(
     "attention",
@@ -26,6 +27,19 @@ OPERATOR = Operator(
             ),
             priority=10,
             summary="the fused kernel of torch's scaled_dot_product_attention on CPU",
+        ),
+        Implementation(
+            op="attention",
+            name="flash",
+            fn=FlashAttention(),
+            requires=(
+                needs_device("cuda"),
+                needs_arch((8, 0)),
+                needs_dtype(torch.bfloat16, torch.float16),
+                needs_head_dim(maximum=MAX_HEAD_DIM),
+            ),
+            priority=20,
+            summary="the FlashAttention-2 kernels of torch's CUDA builds, all segments at once",
         ),
     ),
 )

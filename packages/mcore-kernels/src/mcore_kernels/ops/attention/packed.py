@@ -7,6 +7,7 @@ Q query heads, K kv heads, D head size of queries and keys, Dv of values.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +79,20 @@ class Packing:
     visibility: Visibility
     whole: bool
 
+    def visible(self) -> Iterator[tuple[Run, int]]:
+        """The runs where a query sees a key, each with how many first queries see none."""
+        for run in self.runs:
+            skip = self.visibility.blind_rows(run.lq, run.lk)
+            if run.count and skip < run.lq:
+                yield run, skip
+
 
 def packing(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    *,
     uniform: tuple[int, int] | None,
     visibility: Visibility,
 ) -> Packing:
@@ -162,6 +171,7 @@ class PackedAttention(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         out: Tensor,
         lse: Tensor,
         visibility: Visibility,
@@ -185,8 +195,9 @@ class PackedAttention(ABC):
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionOp`."""
         visibility = _visibility(q, causal, window, scale)
-        where = packing(q, k, cu_seqlens_q, cu_seqlens_k, uniform, visibility)
-        out, lse = _Attention.apply(q, k, v, where, self)  # type: ignore[no-untyped-call]
+        where = packing(q, k, cu_seqlens_q, cu_seqlens_k, uniform=uniform, visibility=visibility)
+        call = _Call(op=self, where=where)
+        out, lse = _Attention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
 
     def backward(
@@ -209,9 +220,9 @@ class PackedAttention(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionOp`."""
         visibility = _visibility(q, causal, window, scale)
-        where = packing(q, k, cu_seqlens_q, cu_seqlens_k, uniform, visibility)
+        where = packing(q, k, cu_seqlens_q, cu_seqlens_k, uniform=uniform, visibility=visibility)
         with torch.no_grad():
-            return _backward(self, grad_out, q, k, v, out, lse, where)
+            return _Call(op=self, where=where).backward(grad_out, q, k, v, out=out, lse=lse)
 
 
 def _visibility(q: Tensor, causal: bool, window: int | None, scale: float | None) -> Visibility:
@@ -223,68 +234,61 @@ class _Attention(torch.autograd.Function):
     """Keeps q, k, v, out and lse; the scores are computed again in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, where: Packing, op: PackedAttention
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(op, q, k, v, where)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.where, ctx.op = where, op
+        ctx.call = call
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(ctx.op, grads[0], q, k, v, out, lse, ctx.where)
-        return dq, dk, dv, None, None
+        return (*ctx.call.backward(grads[0], q, k, v, out=out, lse=lse), None)
 
 
-def _forward(
-    op: PackedAttention, q: Tensor, k: Tensor, v: Tensor, where: Packing
-) -> tuple[Tensor, Tensor]:
-    if where.whole:
-        run = where.runs[0]
-        block = op.forward_block(run.queries(q, 0), run.keys(k), run.keys(v), where.visibility)
-        return block[0].flatten(0, 1), block[1].flatten(0, 1)
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    for run in where.runs:
-        skip = where.visibility.blind_rows(run.lq, run.lk)
-        if run.count and skip < run.lq:
-            block = op.forward_block(
-                run.queries(q, skip), run.keys(k), run.keys(v), where.visibility
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A kernel carried over the runs of a packing."""
+
+    op: PackedAttention
+    where: Packing
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        visibility = self.where.visibility
+        if self.where.whole:
+            run = self.where.runs[0]
+            block = self.op.forward_block(run.queries(q, 0), run.keys(k), run.keys(v), visibility)
+            return block[0].flatten(0, 1), block[1].flatten(0, 1)
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        for run, skip in self.where.visible():
+            block = self.op.forward_block(
+                run.queries(q, skip), run.keys(k), run.keys(v), visibility
             )
             run.queries(out, skip).copy_(block[0])
             run.queries(lse, skip).copy_(block[1])
-    return out, lse
+        return out, lse
 
-
-def _backward(
-    op: PackedAttention,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    where: Packing,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if where.whole:
-        run = where.runs[0]
-        grads = op.backward_block(
-            run.queries(grad_out, 0), run.queries(q, 0), run.keys(k), run.keys(v),
-            run.queries(out, 0), run.queries(lse, 0), where.visibility,
-        )  # fmt: skip
-        return grads[0].flatten(0, 1), grads[1].flatten(0, 1), grads[2].flatten(0, 1)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for run in where.runs:
-        skip = where.visibility.blind_rows(run.lq, run.lk)
-        if run.count and skip < run.lq:
-            grads = op.backward_block(
-                run.queries(grad_out, skip), run.queries(q, skip), run.keys(k), run.keys(v),
-                run.queries(out, skip), run.queries(lse, skip), where.visibility,
-            )  # fmt: skip
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.where.whole:
+            dq, dk, dv = self._backward_run(self.where.runs[0], 0, (grad_out, q, out, lse), (k, v))
+            return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for run, skip in self.where.visible():
+            grads = self._backward_run(run, skip, (grad_out, q, out, lse), (k, v))
             run.queries(dq, skip).copy_(grads[0])
             run.keys(dk).copy_(grads[1])
             run.keys(dv).copy_(grads[2])
-    return dq, dk, dv
+        return dq, dk, dv
+
+    def _backward_run(
+        self, run: Run, skip: int, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, q, out, lse = (run.queries(x, skip) for x in by_query)
+        k, v = (run.keys(x) for x in by_key)
+        return self.op.backward_block(
+            grad_out, q, k, v, out=out, lse=lse, visibility=self.where.visibility
+        )

@@ -32,6 +32,7 @@ class ReferenceAttention(PackedAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         out: Tensor,
         lse: Tensor,
         visibility: Visibility,

@@ -40,6 +40,7 @@ class SdpaAttention(PackedAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         out: Tensor,
         lse: Tensor,
         visibility: Visibility,

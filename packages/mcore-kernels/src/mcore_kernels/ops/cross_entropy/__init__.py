@@ -1,7 +1,9 @@
 """Softmax loss over vocabulary shards: `mcore_kernels.protocols.VocabLossOp`."""
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.cross_entropy.eager import EagerVocabLoss
 from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
+from mcore_kernels.requirements import needs_device
 
 OPERATOR = Operator(
     "cross_entropy",
@@ -11,6 +13,14 @@ OPERATOR = Operator(
             name="reference",
             fn=ReferenceVocabLoss(),
             summary="plain torch",
+        ),
+        Implementation(
+            op="cross_entropy",
+            name="eager",
+            fn=EagerVocabLoss(),
+            requires=(needs_device("cpu"),),
+            priority=10,
+            summary="plain torch, a few rows at a time",
         ),
     ),
 )

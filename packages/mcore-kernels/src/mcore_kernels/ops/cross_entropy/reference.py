@@ -29,7 +29,7 @@ class ReferenceVocabLoss:
         if logits.shape[1] == 0:
             return result
         shifted = logits.to(maximum.dtype) - maximum.unsqueeze(1)
-        column, here = _columns(labels, logits.shape[1])
+        column, here = local_columns(labels, logits.shape[1])
         # Chosen, not multiplied by zero: a logit of -inf must not become NaN.
         result[1] = torch.where(here, shifted.gather(1, column.unsqueeze(1)).squeeze(1), 0.0)
         if smoothing:
@@ -54,13 +54,13 @@ class ReferenceVocabLoss:
             return
         shifted = logits.to(maximum.dtype) - maximum.unsqueeze(1)
         softmax = shifted.exp_().div_(sum_exp.unsqueeze(1))
-        column, here = _columns(labels, logits.shape[1])
+        column, here = local_columns(labels, logits.shape[1])
         softmax.scatter_add_(1, column.unsqueeze(1), (here * -on_target).to(softmax).unsqueeze(1))
         if on_all:
             softmax.sub_(on_all)
         out.copy_(softmax.mul_(grad.unsqueeze(1)))
 
 
-def _columns(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def local_columns(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Labels clamped into the shard, and which of them truly lie in it."""
     return labels.clamp(0, count - 1), (labels >= 0) & (labels < count)

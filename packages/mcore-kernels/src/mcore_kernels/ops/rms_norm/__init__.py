@@ -2,8 +2,9 @@
 
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.rms_norm.eager import rms_norm as eager
+from mcore_kernels.ops.rms_norm.limits import limits
 from mcore_kernels.ops.rms_norm.reference import rms_norm as reference
-from mcore_kernels.requirements import needs_device
+from mcore_kernels.requirements import TRITON, needs_device
 
 OPERATOR = Operator(
     "rms_norm",
@@ -21,6 +22,16 @@ OPERATOR = Operator(
             requires=(needs_device("cpu"),),
             priority=10,
             summary="plain torch with a backward of few passes",
+        ),
+        Implementation(
+            op="rms_norm",
+            name="triton",
+            fn="mcore_kernels.ops.rms_norm.triton:rms_norm",
+            requires=TRITON,
+            limits=limits,
+            second="reference",
+            priority=20,
+            summary="one pass over the rows each way",
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """Rotary position embedding in plain torch.
 
-Shapes: T tokens, heads (Q or K), D head size, R rotary size.
+Shapes: T tokens, Q query heads, K kv heads, D head size, R rotary size.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from mcore_kernels.protocols import accumulation_dtype
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `mcore_kernels.protocols.RopeOp`; ValueError when R exceeds D."""
+    """See `mcore_kernels.protocols.RopeOp`; ValueError when R exceeds D or rows do not match."""
     check_rotary(q, k, cos)
-    return (
-        _Rotate.apply(q, cos, sin, interleaved),  # type: ignore[no-untyped-call]
-        _Rotate.apply(k, cos, sin, interleaved),  # type: ignore[no-untyped-call]
-    )
+    turned_q, turned_k = _Rope.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return turned_q, turned_k
 
 
 def check_rotary(q: Tensor, k: Tensor, cos: Tensor) -> None:
     """ValueError unless cos has a row per token and R fits into the heads."""
     rotary = 2 * cos.shape[-1]
-    if rotary > q.shape[-1] or rotary > k.shape[-1]:
+    size = min(q.shape[-1], k.shape[-1])
+    if rotary > size:
         raise ValueError(
-            f"rope: cos [T, R/2] turns R = {rotary} elements, more than the head size "
-            f"{min(q.shape[-1], k.shape[-1])}"
+            f"rope: cos and sin of size {cos.shape[-1]} turn {rotary} elements of a head, which "
+            f"has {size}; at most {size // 2}"
         )
     if not q.shape[0] == k.shape[0] == cos.shape[0]:
         raise ValueError(
@@ -39,36 +38,48 @@ def check_rotary(q: Tensor, k: Tensor, cos: Tensor) -> None:
         )
 
 
-class _Rotate(torch.autograd.Function):
-    """A rotation: its gradient is the rotation by the opposite angle, and x need not be kept."""
+class _Rope(torch.autograd.Function):
+    """A rotation's gradient is the rotation by the opposite angle, so q and k are not kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate(x, cos, sin, interleaved)
+        return _rotate(q, k, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin, ctx.interleaved), None, None, None
+        dq, dk = _rotate(grads[0], grads[1], cos, -sin, ctx.interleaved)
+        return dq, dk, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """[T, heads, D] → [T, heads, D]: the first R elements of each head turned."""
-    rotary = 2 * cos.shape[-1]
-    wide = accumulation_dtype(x.dtype)
-    cos, sin = cos.to(wide), sin.to(wide)
-    turned = x[..., :rotary].to(wide)
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Turn the first R elements of each head: x · cos + (x with the pairs swapped) · (∓ sin)."""
+    wide = accumulation_dtype(q.dtype)
+    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
     if interleaved:
-        even, odd = turned[..., 0::2], turned[..., 1::2]
-        swapped = torch.stack((odd, even), dim=-1).flatten(-2)
         cos = cos.repeat_interleave(2, dim=-1)
         sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
     else:
-        swapped = turned.roll(rotary // 2, dims=-1)
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    result = swapped.mul_(sin.unsqueeze(1)).addcmul_(turned, cos.unsqueeze(1)).to(x.dtype)
+        cos = torch.cat((cos, cos), dim=-1)
+        sin = torch.cat((-sin, sin), dim=-1)
+    return _turn(q, cos, sin, interleaved), _turn(k, cos, sin, interleaved)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [T, heads, D], cos and sin [T, 1, R] → [T, heads, D]."""
+    rotary = cos.shape[-1]
+    part = x[..., :rotary].to(cos.dtype)
+    if interleaved:
+        swapped = torch.stack((part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        swapped = part.roll(rotary // 2, dims=-1)
+    turned = swapped.mul_(sin).addcmul_(part, cos).to(x.dtype)
     if rotary == x.shape[-1]:
-        return result
-    return torch.cat((result, x[..., rotary:]), dim=-1)
+        return turned
+    return torch.cat((turned, x[..., rotary:]), dim=-1)

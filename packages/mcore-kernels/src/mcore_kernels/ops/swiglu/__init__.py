@@ -1,7 +1,9 @@
 """Gated activation of feed-forward layers: `mcore_kernels.protocols.SwigluOp`."""
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.swiglu.limits import limits
 from mcore_kernels.ops.swiglu.reference import swiglu as reference
+from mcore_kernels.requirements import TRITON
 
 OPERATOR = Operator(
     "swiglu",
@@ -11,6 +13,16 @@ OPERATOR = Operator(
             name="reference",
             fn=reference,
             summary="torch.nn.functional.silu, and a product",
+        ),
+        Implementation(
+            op="swiglu",
+            name="triton",
+            fn="mcore_kernels.ops.swiglu.triton:swiglu",
+            requires=TRITON,
+            limits=limits,
+            second="reference",
+            priority=20,
+            summary="one pass each way; keeps only its input",
         ),
     ),
 )
