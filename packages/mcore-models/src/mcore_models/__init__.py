@@ -1,1 +1,43 @@
 """Transformer language models that know their layout: importable alone, trainable over any mesh."""
+
+from mcore_models.accounting import (
+    ParameterCount,
+    count_parameters,
+    flops_of_documents,
+    flops_per_token,
+    flops_utilization,
+)
+from mcore_models.build import build_model, check_layout
+from mcore_models.common import (
+    BuildContext,
+    Builder,
+    GlobalCounts,
+    KVCache,
+    TokenBatch,
+    TokenContext,
+)
+from mcore_models.config import ModelConfig
+from mcore_models.gpt import GPT
+from mcore_models.presets import gpt2, llama, preset, preset_names
+
+__all__ = [
+    "GPT",
+    "BuildContext",
+    "Builder",
+    "GlobalCounts",
+    "KVCache",
+    "ModelConfig",
+    "ParameterCount",
+    "TokenBatch",
+    "TokenContext",
+    "build_model",
+    "check_layout",
+    "count_parameters",
+    "flops_of_documents",
+    "flops_per_token",
+    "flops_utilization",
+    "gpt2",
+    "llama",
+    "preset",
+    "preset_names",
+]

@@ -1,8 +1,59 @@
 """The `mcore-models` command."""
 
+import argparse
 import sys
+from dataclasses import asdict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return its exit status."""
-    raise SystemExit(f"mcore-models: no commands yet {argv or sys.argv[1:]}")
+    """Run the command line `argv` (default: the process's own) and return its exit status.
+
+    0 when done, 2 for a mistake of the user's, which prints one line.
+    """
+    parser = argparse.ArgumentParser(prog="mcore-models", description="Published architectures.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("presets", help="list the models known by name, with their sizes")
+    show = commands.add_parser("show", help="print one model's architecture and costs")
+    show.add_argument("preset", help="a name from `mcore-models presets`")
+    show.add_argument(
+        "--seq-length", type=int, help="tokens per document for the FLOPs (default: its longest)"
+    )
+    args = parser.parse_args(argv)
+    try:
+        return _presets() if args.command == "presets" else _show(args.preset, args.seq_length)
+    except ValueError as error:
+        print(f"mcore-models: {error}", file=sys.stderr)
+        return 2
+
+
+def _presets() -> int:
+    from mcore_models.accounting import count_parameters
+    from mcore_models.presets import preset, preset_names
+
+    print(f"{'name':<20}{'parameters':>16}{'layers':>8}{'hidden':>8}{'heads':>7}{'vocab':>9}")
+    for name in preset_names():
+        config = preset(name)
+        print(
+            f"{name:<20}{count_parameters(config).total:>16,}{config.num_layers:>8}"
+            f"{config.hidden_size:>8}{config.num_heads:>7}{config.vocab_size:>9}"
+        )
+    return 0
+
+
+def _show(name: str, seq_length: int | None) -> int:
+    from mcore_models.accounting import count_parameters, flops_per_token
+    from mcore_models.presets import preset
+
+    config = preset(name)
+    length = config.max_positions if seq_length is None else seq_length
+    if length < 1:
+        raise ValueError(f"--seq-length={length} must be at least 1")
+    for field, value in asdict(config).items():
+        if value is not None:
+            print(f"{field:<20}{value}")
+    count = count_parameters(config)
+    print(f"{'parameters':<20}{count.total:,}")
+    print(f"{'  in embeddings':<20}{count.embedding:,}")
+    print(f"{'  in matmuls':<20}{count.matmul:,}")
+    print(f"{'training FLOPs':<20}{flops_per_token(config, length):.4g} per token of {length}")
+    return 0

@@ -1,0 +1,94 @@
+"""Parameters and floating-point operations of an architecture, by formula.
+
+The one source for model-FLOPs utilisation: training, benchmarks and planning all count with this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_models.config import NO_PART, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of the whole model by where they are; tied embeddings count once.
+
+    `matmul` are the weights of all matrix products, the head included (also when it is tied);
+    `embedding` the token and position tables; `total` every parameter.
+    """
+
+    total: int
+    embedding: int
+    matmul: int
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Exact parameter counts of the model that `build_model` makes, padding excluded.
+
+    Raises:
+        ValueError: when the pattern has a letter whose part is made by a builder: count the built
+            model instead.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    norm = hidden * (2 if config.norm == "layer_norm" else 1)
+    matmul, other = 0, norm
+    for letters in config.layer_pattern:
+        for letter in letters.replace(NO_PART, ""):
+            weights, biases = _part_parameters(config, letter)
+            matmul += weights
+            other += norm + biases
+    tables = vocab * hidden
+    if config.position == "learned":
+        tables += config.max_positions * hidden
+    head = vocab * hidden
+    total = matmul + other + tables + (0 if config.tied_embeddings else head)
+    return ParameterCount(total=total, embedding=tables, matmul=matmul + head)
+
+
+def flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Floating-point operations of one training step per token (forward and backward).
+
+    6 · matmul parameters (2 forward, 4 backward for each weight) plus causal attention once: a
+    query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
+    forward and twice that backward: 6 · seq_length · heads · head size per attention layer.
+    Recomputation, norms, activations and the embedding lookup are not counted.
+    """
+    return 6.0 * count_parameters(config).matmul + seq_length * _attention_flops(config)
+
+
+def flops_of_documents(config: ModelConfig, lengths: Sequence[int]) -> float:
+    """Floating-point operations of a training step over packed documents of these lengths."""
+    tokens, pairs = sum(lengths), sum(length * length for length in lengths)
+    return 6.0 * count_parameters(config).matmul * tokens + pairs * _attention_flops(config)
+
+
+def flops_utilization(
+    config: ModelConfig, *, seq_length: int, tokens_per_second: float, peak_flops: float
+) -> float:
+    """Model-FLOPs utilisation (Chowdhery et al., "PaLM", 2022), a fraction of `peak_flops`.
+
+    `tokens_per_second` per device and `peak_flops` per second of one device.
+    """
+    return flops_per_token(config, seq_length) * tokens_per_second / peak_flops
+
+
+def _attention_flops(config: ModelConfig) -> float:
+    layers = sum("*" in letters for letters in config.layer_pattern)
+    return 6.0 * layers * config.num_heads * config.head_size
+
+
+def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
+    """Weights and biases of one part."""
+    hidden = config.hidden_size
+    if letter == "*":
+        inner = config.num_heads * config.head_size
+        qkv = inner + 2 * config.kv_heads * config.head_size
+        biases = qkv * config.qkv_bias + hidden * config.linear_bias
+        return hidden * (qkv + inner), biases
+    if letter == "-":
+        wide = config.mlp_size * (2 if config.activation == "swiglu" else 1)
+        return hidden * (wide + config.mlp_size), (wide + hidden) * config.linear_bias
+    raise ValueError(
+        f"the pattern letter {letter!r} is made by a builder, so its parameters are not known: "
+        f"build the model on device 'meta' and count there; counted here are '*' and '-'"
+    )

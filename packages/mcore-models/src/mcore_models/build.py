@@ -1,0 +1,166 @@
+"""From a configuration to a model in place: made on meta, checked, given memory and values."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from mcore_kernels import KernelConfig, Kernels, Target
+from mcore_models.common.builder import BuildContext, Builder
+from mcore_models.config import ModelConfig
+from mcore_models.gpt import GPT
+from mcore_parallel import (
+    ParallelConfig,
+    ParallelMesh,
+    RngKey,
+    all_gather_object,
+    initialise,
+)
+from mcore_parallel import (
+    stage_layers as layers_of_stages,
+)
+
+DEFAULT_KEY = RngKey(0)
+"""The seed of a model that was given none."""
+
+
+def build_model(
+    config: ModelConfig,
+    mesh: ParallelMesh | None = None,
+    *,
+    kernels: KernelConfig | Kernels | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    builders: Mapping[str, Builder] | None = None,
+    key: RngKey | None = DEFAULT_KEY,
+    stage_layers: Sequence[int] | None = None,
+) -> GPT:
+    """This rank's part of the model, ready to use: the same weights under every layout.
+
+    Args:
+        config: the architecture.
+        mesh: where this process stands; `None` is a process alone.
+        kernels: which operators to use (default: the best that run on the device).
+        dtype: of parameters and hidden states.
+        device: where the parameters lie; default the mesh's. "meta" gives a model without memory.
+        builders: makers of parts by pattern letter, and of all norms by the name "norm".
+        key: seed of the initial values; `None` leaves zeros, for a model about to be loaded.
+        stage_layers: global indices of the layers held here; default the mesh's division.
+
+    Ranks of a mesh with processes call it together: they compare what they build over
+    `mesh.world`.
+
+    Raises:
+        ValueError: the layout cannot carry the architecture, a pattern letter that nobody builds,
+            an operator that cannot run, or ranks that were asked for different models.
+    """
+    mesh = ParallelMesh.single() if mesh is None else mesh
+    device = mesh.device if device is None else torch.device(device)
+    check_layout(config, mesh.config)
+    if not isinstance(kernels, Kernels):
+        place = mesh.device if device.type == "meta" else device
+        target = Target.of(place, dtype=dtype, head_dim=config.head_size)
+        kernels = Kernels(kernels or KernelConfig(), target)
+    if stage_layers is None:
+        stages = layers_of_stages(config.num_layers, mesh.pp.size, mesh.config.stage_layers)
+        stage_layers = stages[mesh.pp.rank]
+    _check_agreement(mesh, config, kernels, key)
+    build = BuildContext(
+        mesh=mesh,
+        kernels=kernels,
+        dtype=dtype,
+        device=torch.device("meta"),
+        builders=dict(builders or {}),
+        key=RngKey(0) if key is None else key,
+    )
+    model = GPT(config, build, stage_layers)
+    if device.type == "meta":
+        return model.to(device)
+    _place(model, device, dtype, key)
+    return model
+
+
+def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that the architecture can be cut as `parallel` (resolved) says.
+
+    Raises:
+        ValueError: one line naming the numbers and the degrees of tensor parallelism that fit.
+    """
+    tp, cp = parallel.tp, parallel.cp
+    if cp > 1:
+        raise ValueError(f"attention cannot split documents over cp={cp} ranks yet: use cp=1")
+    letters = set("".join(config.layer_pattern))
+    counts: dict[str, tuple[int, Callable[[int, int], bool]]] = {}
+    if "*" in letters:
+        counts["num_heads"] = config.num_heads, _divides
+        counts["num_kv_heads"] = config.kv_heads, _divides_or_is_divided
+    if "-" in letters:
+        counts["ffn_size"] = config.mlp_size, _divides
+
+    def bad(degree: int) -> list[str]:
+        return [f"{name}={n}" for name, (n, fits) in counts.items() if not fits(degree, n)]
+
+    if bad(tp):
+        below = next(degree for degree in range(tp - 1, 0, -1) if not bad(degree))
+        most = max(n for n, _ in counts.values())
+        above = next((degree for degree in range(tp + 1, most + 1) if not bad(degree)), None)
+        near = f"{below}" if above is None else f"{below} or {above}"
+        raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
+    layers_of_stages(config.num_layers, parallel.pp, parallel.stage_layers)
+
+
+def _divides(degree: int, count: int) -> bool:
+    return count % degree == 0
+
+
+def _divides_or_is_divided(degree: int, count: int) -> bool:
+    return count % degree == 0 or degree % count == 0
+
+
+def _check_agreement(
+    mesh: ParallelMesh, config: ModelConfig, kernels: Kernels, key: RngKey | None
+) -> None:
+    if mesh.world.pg is None:
+        return
+    asked = {"architecture": config, "kernels": kernels.choices(), "key": key}
+    digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in asked.items()}
+    for rank, theirs in enumerate(all_gather_object(digests, mesh.world)):
+        for name, digest in digests.items():
+            if theirs[name] != digest:
+                raise ValueError(
+                    f"ranks {mesh.world.rank} and {rank} of the mesh build different models: "
+                    f"their {name} differ, here {asked[name]}"
+                )
+
+
+def _place(model: GPT, device: torch.device, dtype: torch.dtype, key: RngKey | None) -> None:
+    """Give meta parameters memory on `device` and initial values; move the others there."""
+    placed: dict[int, nn.Parameter] = {}
+    empty: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in placed:
+                placed[id(parameter)] = _placed(parameter, device, dtype)
+                if parameter.is_meta:
+                    empty.add(id(placed[id(parameter)]))
+            setattr(module, name, placed[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {name!r} of {path} was made on meta and its values are unknown: "
+                    f"make it on the CPU"
+                )
+            setattr(module, name, buffer.to(device))
+    if key is not None:
+        parameters = {n: p for n, p in model.named_parameters() if id(p) in empty}
+        specs = model.specs()
+        initialise(parameters, {name: specs[name] for name in parameters}, key)
+
+
+def _placed(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    if parameter.is_meta:
+        data = torch.zeros_like(parameter, device=device)
+    else:
+        data = parameter.detach().to(device, dtype if parameter.is_floating_point() else None)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)

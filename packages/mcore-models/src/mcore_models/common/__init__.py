@@ -1,0 +1,34 @@
+"""The parts that decoders are made of: a layer is a mixer and a feed-forward behind norms."""
+
+from mcore_models.common.attention import Attention
+from mcore_models.common.batch import (
+    GlobalCounts,
+    KVCache,
+    ResidualDropout,
+    TokenBatch,
+    TokenContext,
+)
+from mcore_models.common.block import Block
+from mcore_models.common.builder import BuildContext, Builder
+from mcore_models.common.decoder import Decoder
+from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.mlp import MLP
+from mcore_models.common.norm import LayerNorm, RMSNorm, build_norm
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "BuildContext",
+    "Builder",
+    "Decoder",
+    "GlobalCounts",
+    "KVCache",
+    "LayerNorm",
+    "PositionEmbedding",
+    "RMSNorm",
+    "ResidualDropout",
+    "TokenBatch",
+    "TokenContext",
+    "build_norm",
+]

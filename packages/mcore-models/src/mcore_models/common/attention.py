@@ -1,0 +1,80 @@
+"""Self-attention. T tokens, H hidden, D head size; Q query and K kv heads, those of this rank."""
+
+import torch
+from torch import Tensor, nn
+
+from mcore_models.common.batch import TokenContext
+from mcore_models.common.builder import BuildContext
+from mcore_models.config import ModelConfig
+from mcore_parallel import Init
+from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention within each document: [T, H] to [T, H].
+
+    Split over heads: the local weight holds this rank's q, k and v rows, whose global names are
+    `attention.{q,k,v}.weight`; with fewer kv heads than ranks a kv head lies on several ranks.
+    Communicates over the tensor-parallel group (Shoeybi et al., "Megatron-LM", 2019).
+    """
+
+    parallel = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
+        tp = build.tp.size
+        self.layer_index = layer_index
+        self.head_size = size
+        self._local_heads = [heads // tp, max(kv_heads // tp, 1), max(kv_heads // tp, 1)]
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            parts=(Part("q", heads, size), Part("k", kv_heads, size), Part("v", kv_heads, size)),
+            group=build.tp,
+            bias=config.qkv_bias,
+            sequence_parallel=build.sequence_parallel,
+            linear=build.kernels.linear,
+            init=Init(kind="normal", std=config.init_std),
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self.o = RowParallelLinear(
+            heads * size,
+            config.hidden_size,
+            group=build.tp,
+            bias=config.linear_bias,
+            sequence_parallel=build.sequence_parallel,
+            linear=build.kernels.linear,
+            init=Init(kind="normal", std=config.output_init_std),
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self._rope = build.kernels.rope
+        self._attention = build.kernels.attention
+
+    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
+        """[T, H] to [T, H]; with a cache in `context`, new tokens also see the cached ones."""
+        rows: Tensor = self.qkv(hidden)
+        heads = rows.view(rows.shape[0], -1, self.head_size)
+        q, k, v = torch.split(heads, self._local_heads, dim=1)
+        if context.rotary is not None:
+            q, k = self._rope(q, k, *context.rotary)
+        batch = context.batch
+        uniform = batch.uniform
+        cu_seqlens_k, max_seqlen_k = batch.cu_seqlens, batch.max_seqlen
+        if context.cache is not None:
+            k, v, cu_seqlens_k, max_seqlen_k = context.cache.extend(self.layer_index, k, v)
+            uniform = None
+        mixed, _ = self._attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_k=max_seqlen_k,
+            uniform=uniform,
+            causal=True,
+        )
+        out: Tensor = self.o(mixed.flatten(1))
+        return out

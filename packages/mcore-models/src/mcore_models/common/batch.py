@@ -1,0 +1,184 @@
+"""What goes through a decoder: a flat batch of tokens, what its layers may ask, and the counts.
+
+T tokens (sample b's position s of a [B, S] batch is token b·S+s), N documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_parallel import RngKey, dropout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenBatch:
+    """One micro-batch as the model sees it: T tokens in a row, cut into N documents.
+
+    Attention stays inside a document: `cu_seqlens` [N+1] int32 holds the bounds (FlashAttention's
+    variable-length convention) and `max_seqlen` the longest, on the host so that no device
+    synchronisation is needed. `uniform` = (B, S) says that all documents have length S.
+    `tokens`, `positions`, `labels` are [T] int64, `loss_mask` [T] floating.
+    `rows` [T] int64 names each token globally (sample id · S + position): dropout masks are a
+    function of it, so that they do not depend on how the batch lies over ranks.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    uniform: tuple[int, int] | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        size = self.num_tokens
+        for name in ("tokens", "positions", "labels", "loss_mask", "rows"):
+            value: Tensor | None = getattr(self, name)
+            if value is not None and value.shape != (size,):
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)} in a batch of {size} tokens: "
+                    f"give one flat row of shape ({size},)"
+                )
+        if self.uniform is not None and self.uniform[0] * self.uniform[1] != size:
+            raise ValueError(f"uniform={self.uniform} does not describe {size} tokens")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this micro-batch, T."""
+        return self.tokens.numel()
+
+    def to(self, device: torch.device | str) -> "TokenBatch":
+        """The same batch with every tensor on `device`."""
+        tensors: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+    @staticmethod
+    def from_samples(
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        sample_ids: Tensor | Sequence[int] | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> "TokenBatch":
+        """The flat batch of B samples of length S: `tokens` [B, S], the others alike.
+
+        `cu_seqlens` [N+1] gives the document bounds over the B·S tokens; without it every sample
+        is one document. `max_seqlen` is read from it when not given (a device synchronisation).
+        `sample_ids` [B] are the samples' numbers in the data set, for `rows`; default 0…B-1.
+        Default positions count from 0 in every document.
+
+        Raises:
+            ValueError: when `tokens` is not two-dimensional or `cu_seqlens` does not cover it.
+        """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}: give [samples, length]")
+        samples, length = tokens.shape
+        device = tokens.device
+        if cu_seqlens is None:
+            uniform, max_seqlen = (samples, length), length
+            bounds = torch.arange(samples + 1, dtype=torch.int32, device=device) * length
+        else:
+            uniform, bounds = None, cu_seqlens.to(device, torch.int32)
+            max_seqlen = _checked_max(bounds, tokens.numel()) if max_seqlen is None else max_seqlen
+        if positions is None:
+            index = torch.arange(tokens.numel(), device=device)
+            document = torch.searchsorted(bounds.long(), index, right=True) - 1
+            positions = index - bounds.long()[document]
+        ids = torch.as_tensor(range(samples) if sample_ids is None else sample_ids)
+        rows = ids.to(device, torch.int64)[:, None] * length + torch.arange(length, device=device)
+        return TokenBatch(
+            tokens=tokens.flatten(),
+            positions=positions.flatten(),
+            cu_seqlens=bounds,
+            max_seqlen=max_seqlen,
+            uniform=uniform,
+            labels=None if labels is None else labels.flatten(),
+            loss_mask=None if loss_mask is None else loss_mask.flatten(),
+            rows=rows.flatten(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalCounts:
+    """Totals over the whole global batch (every micro-batch, every data-parallel rank).
+
+    `tokens` is the number of valid tokens (the sum of all loss masks): losses are sums divided by
+    it, so that they and their gradients do not depend on how the batch is cut.
+    """
+
+    tokens: float | Tensor
+
+
+class KVCache(Protocol):
+    """Where attention keeps the keys and values of earlier tokens while decoding.
+
+    The batch of the call holds only new tokens; `batch.cu_seqlens` bounds the new tokens of each
+    sequence and `batch.positions` continues each sequence's count.
+    """
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Store new entries and return everything that the new queries may see.
+
+        Args:
+            layer: global layer index.
+            k: new keys [T, K, D], positions already applied; K are this rank's heads.
+            v: new values [T, K, D].
+
+        Returns:
+            `(k_all, v_all, cu_seqlens_k, max_seqlen_k)`: all keys and values of the batch's
+            sequences in their order, old before new, their bounds [N+1] int32 and the longest.
+            The last query of a sequence sees all of its keys, the one before it one less.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenContext:
+    """What a mixer or feed-forward may ask besides the hidden states, the same for all layers.
+
+    `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions.
+    """
+
+    batch: TokenBatch
+    rotary: tuple[Tensor, Tensor] | None = None
+    cache: KVCache | None = None
+    dropout: "ResidualDropout | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResidualDropout:
+    """Dropout whose mask depends on the key, the place in the model and the global token alone.
+
+    `rows` [t] are the global numbers of the tokens whose hidden states this rank holds.
+    """
+
+    probability: float
+    key: RngKey
+    rows: Tensor
+
+    def __call__(self, hidden: Tensor, *place: int | str) -> Tensor:
+        """`hidden` [t, H] with elements dropped and the rest scaled by 1 / (1 - probability)."""
+        return dropout(hidden, self.probability, self.key.fold(*place), self.rows)
+
+
+def _checked_max(bounds: Tensor, size: int) -> int:
+    values: list[int] = bounds.tolist()
+    lengths = [b - a for a, b in pairwise(values)]
+    if not lengths or values[0] != 0 or values[-1] != size or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to {size}, the number of tokens; "
+            f"it goes {values[:1]} … {values[-1:]}"
+        )
+    return max(lengths)

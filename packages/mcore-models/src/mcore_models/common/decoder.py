@@ -1,0 +1,23 @@
+"""The stack of layers of one pipeline stage."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from mcore_models.common.batch import TokenContext
+from mcore_models.common.block import Block
+from mcore_models.common.builder import BuildContext
+from mcore_models.config import ModelConfig
+
+
+class Decoder(nn.ModuleDict):
+    """Layers keyed by their global index, so that module names are the model's global names."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext, layers: Iterable[int]) -> None:
+        super().__init__({str(index): Block(config, build, index) for index in layers})
+
+    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
+        """Run the layers in order: hidden states [T, H] to [T, H]."""
+        for layer in self.values():
+            hidden = layer(hidden, context)
+        return hidden

@@ -1,0 +1,245 @@
+"""The decoder-only language model, whole or one pipeline stage of it.
+
+T tokens, B samples, S length, H hidden, V vocabulary, v this rank's (padded) share of it,
+t = T / tp under sequence parallelism, else T.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from mcore_kernels import rope_cos_sin
+from mcore_models.common.batch import (
+    GlobalCounts,
+    KVCache,
+    ResidualDropout,
+    TokenBatch,
+    TokenContext,
+)
+from mcore_models.common.builder import BuildContext
+from mcore_models.common.decoder import Decoder
+from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.norm import build_norm
+from mcore_models.config import ModelConfig
+from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
+from mcore_parallel.tensor import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    gather_logits,
+    vocab_parallel_cross_entropy,
+)
+
+
+class GPT(nn.Module):
+    """A stack of layers between a token embedding and a vocabulary head.
+
+    Make it with `build_model`. As one pipeline stage of several it holds that stage's layers; the
+    first stage has the embedding, the last the final norm and the head. With tied embeddings the
+    last stage holds a copy of `embedding.weight`, which `specs` describes as a replica.
+    """
+
+    def __init__(self, config: ModelConfig, build: BuildContext, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.mesh = build.mesh
+        self.kernels = build.kernels
+        self.sequence_parallel = build.sequence_parallel
+        self.is_first = build.mesh.is_first_stage
+        self.is_last = build.mesh.is_last_stage
+        if self.is_first or (self.is_last and config.tied_embeddings):
+            self.embedding = _token_embedding(config, build)
+        if self.is_first and config.position == "learned":
+            self.position_embedding = PositionEmbedding(config, build)
+        self.layers = Decoder(config, build, layers)
+        if self.is_last:
+            self.final_norm = build_norm(config, build, config.num_layers)
+            self.lm_head = _head(config, build)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, *, rng: RngKey | None = None
+    ) -> Tensor:
+        """Logits [B, S, V] for `tokens` [B, S], each sample one document.
+
+        `positions` [B, S] default to 0…S-1. `rng` is the key of this step's dropout, needed in
+        training mode when the model has any. All-gathers logits over the tensor-parallel group.
+
+        Raises:
+            ValueError: on a pipeline stage that is not the whole model.
+        """
+        if not (self.is_first and self.is_last):
+            raise ValueError(
+                f"forward needs the whole model, and this is stage {self.mesh.pp.rank} of "
+                f"{self.mesh.pp.size}: use stage_forward"
+            )
+        batch = TokenBatch.from_samples(tokens, positions=positions)
+        logits = self.stage_forward(batch, rng=rng)
+        whole = gather_logits(logits, self.mesh.tp, vocab_size=self.config.vocab_size)
+        return whole.view(*tokens.shape, -1)
+
+    def stage_forward(
+        self,
+        batch: TokenBatch,
+        hidden: Tensor | None = None,
+        *,
+        rng: RngKey | None = None,
+        cache: KVCache | None = None,
+        logits_at: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage: the first one from `batch.tokens`, later ones from `hidden` [t, H].
+
+        Returns hidden states [t, H] for the next stage or, on the last stage, this rank's logits
+        [T, v]; columns past the vocabulary are padding (`vocab_parallel_cross_entropy` and
+        `gather_logits` leave them out). Communicates over the tensor-parallel group.
+
+        Args:
+            batch: the tokens of the micro-batch, the same on all stages and tensor-parallel ranks.
+            hidden: what the stage before returned.
+            rng: key of this step's dropout; the same on all ranks.
+            cache: earlier keys and values; the batch then holds new tokens only.
+            logits_at: [R] int64, the tokens whose logits are wanted (last stage; default all).
+
+        Raises:
+            ValueError: hidden states given to the first stage or missing on a later one; dropout
+                without a key or rows; positions past the learned table; a number of tokens that
+                sequence parallelism cannot cut.
+        """
+        self._check_call(batch, hidden)
+        context = self._context(batch, rng, cache)
+        if self.is_first:
+            hidden = self._embed(context)
+        assert hidden is not None
+        hidden = self.layers(hidden, context)
+        if not self.is_last:
+            return hidden
+        hidden = self.final_norm(hidden)
+        if logits_at is not None:
+            if self.sequence_parallel:
+                raise ValueError(
+                    f"logits_at needs all tokens on every rank: not with sequence parallelism over "
+                    f"tp={self.mesh.tp.size}"
+                )
+            hidden = hidden[logits_at]
+        tied = self.embedding.weight if self.config.tied_embeddings else None
+        logits: Tensor = self.lm_head(hidden, tied)
+        return logits
+
+    def loss(
+        self,
+        batch: TokenBatch,
+        hidden: Tensor | None = None,
+        *,
+        counts: GlobalCounts,
+        rng: RngKey | None = None,
+    ) -> Tensor:
+        """This micro-batch's share of the loss: sum of valid tokens' cross-entropy / counts.tokens.
+
+        A scalar fp32, the same on every tensor-parallel rank, for the last stage. The shares of
+        all micro-batches and data-parallel ranks add up to the mean over the global batch, and so
+        do their gradients. Without a loss mask all tokens are valid.
+
+        Raises:
+            ValueError: when the batch has no labels, and what `stage_forward` raises.
+        """
+        if batch.labels is None:
+            raise ValueError("the loss needs labels, and the batch has none")
+        logits = self.stage_forward(batch, hidden, rng=rng)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            batch.labels,
+            self.mesh.tp,
+            vocab_size=self.config.vocab_size,
+            op=self.kernels.cross_entropy,
+        )
+        if batch.loss_mask is not None:
+            # Not a product: an unused position's loss may be infinite, and 0 · inf is NaN.
+            losses = losses.masked_fill(batch.loss_mask == 0, 0.0) * batch.loss_mask
+        return losses.sum() / counts.tokens
+
+    def specs(self) -> dict[str, ParamSpec]:
+        """Layout, initial values and gradient synchronisation of every parameter here, by name.
+
+        Replicas count over the tensor-parallel group and, for tied embeddings on two pipeline
+        stages, over `mesh.embedding`, over which their gradients are to be summed.
+        """
+        specs = param_specs(self, tp=self.mesh.tp, sequence_parallel=self.sequence_parallel)
+        ends = self.mesh.embedding
+        if self.config.tied_embeddings and ends.size > 1:
+            spec = specs["embedding.weight"]
+            specs["embedding.weight"] = replace(
+                spec,
+                layout=spec.layout.replicated(ends.rank, ends.size),
+                grad_sync=(*spec.grad_sync, GradSync(group=ends)),
+            )
+        return specs
+
+    def _embed(self, context: TokenContext) -> Tensor:
+        batch = context.batch
+        hidden: Tensor = self.embedding(batch.tokens)
+        if self.config.position == "learned":
+            hidden = hidden + self.position_embedding(self._local(batch.positions))
+        if context.dropout is not None:
+            hidden = context.dropout(hidden, "embedding")
+        return hidden
+
+    def _context(
+        self, batch: TokenBatch, rng: RngKey | None, cache: KVCache | None
+    ) -> TokenContext:
+        config = self.config
+        rotary, dropout = None, None
+        if config.position == "rope":
+            rotary = rope_cos_sin(batch.positions, config.head_size, base=config.rope_base)
+        if self.training and config.dropout:
+            if rng is None or batch.rows is None:
+                missing = "rng=RngKey(…)" if rng is None else "rows in the batch"
+                raise ValueError(
+                    f"dropout={config.dropout} in training mode needs {missing}; "
+                    f"call eval() to run without dropout"
+                )
+            rows = self._local(batch.rows)
+            dropout = ResidualDropout(probability=config.dropout, key=rng, rows=rows)
+        return TokenContext(batch=batch, rotary=rotary, cache=cache, dropout=dropout)
+
+    def _local(self, rows: Tensor) -> Tensor:
+        """The entries of `rows` [T] for the tokens whose hidden states are here [t]."""
+        if not self.sequence_parallel:
+            return rows
+        size = rows.shape[0] // self.mesh.tp.size
+        return rows[self.mesh.tp.rank * size :][:size]
+
+    def _check_call(self, batch: TokenBatch, hidden: Tensor | None) -> None:
+        if self.is_first != (hidden is None):
+            wants = "starts from the tokens" if self.is_first else "needs the stage before's hidden"
+            raise ValueError(f"stage {self.mesh.pp.rank} of {self.mesh.pp.size} {wants}")
+        limit = self.config.max_positions
+        if self.config.position == "learned" and batch.max_seqlen > limit:
+            raise ValueError(
+                f"a document of {batch.max_seqlen} tokens is longer than the position table: "
+                f"at most max_positions={limit}"
+            )
+
+
+def _token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(
+        config.vocab_size,
+        config.hidden_size,
+        group=build.tp,
+        sequence_parallel=build.sequence_parallel,
+        init=Init(kind="normal", std=config.init_std),
+        device=build.device,
+        dtype=build.dtype,
+    )
+
+
+def _head(config: ModelConfig, build: BuildContext) -> VocabParallelHead:
+    return VocabParallelHead(
+        config.hidden_size,
+        config.vocab_size,
+        group=build.tp,
+        tied=config.tied_embeddings,
+        sequence_parallel=build.sequence_parallel,
+        linear=build.kernels.linear,
+        init=Init(kind="normal", std=config.init_std),
+        device=build.device,
+        dtype=build.dtype,
+    )

@@ -1,0 +1,68 @@
+from dataclasses import replace
+
+import pytest
+
+from mcore_models import (
+    ModelConfig,
+    build_model,
+    count_parameters,
+    flops_of_documents,
+    flops_per_token,
+    flops_utilization,
+    gpt2,
+    llama,
+    preset,
+)
+
+LLAMA = llama(vocab_size=37, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2)
+GPT2 = gpt2(vocab_size=37, hidden_size=24, num_layers=2, num_heads=4, max_positions=11)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        GPT2,
+        replace(LLAMA, tied_embeddings=True, attention_bias=True, head_dim=10),
+        replace(LLAMA, pattern=("*.", ".-", "*-")),
+        replace(GPT2, tied_embeddings=False, position="none", ffn_size=17, norm="rms_norm"),
+        replace(LLAMA, activation="gelu", norm="layer_norm", position="learned"),
+    ],
+)
+def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
+    model = build_model(config, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    count = count_parameters(config)
+    assert count.total == sum(sizes.values())
+    assert count.embedding == sum(n for name, n in sizes.items() if "embedding" in name)
+    linear = sum(
+        n
+        for name, n in sizes.items()
+        if name.endswith(".weight") and "norm" not in name and "embedding" not in name
+    )
+    head_of_tied = config.vocab_size * config.hidden_size * config.tied_embeddings
+    assert count.matmul == linear + head_of_tied
+
+
+def test_letters_of_builders_are_not_counted_in_silence() -> None:
+    with pytest.raises(ValueError, match="'X'"):
+        count_parameters(replace(LLAMA, pattern="*- X- *-"))  # type: ignore[arg-type]
+
+
+def test_flops_per_token_of_a_published_shape() -> None:
+    config = preset("llama3-8b-8layers")
+    matmul = 8 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    assert flops_per_token(config, 8192) == 6 * matmul + 6 * 8 * 8192 * 4096
+
+
+def test_packed_documents_cost_less_attention() -> None:
+    whole = flops_of_documents(LLAMA, [64])
+    assert whole == 64 * flops_per_token(LLAMA, 64)
+    assert flops_of_documents(LLAMA, [32, 32]) == 64 * flops_per_token(LLAMA, 32) < whole
+
+
+def test_utilization_is_a_fraction_of_the_peak() -> None:
+    per_token = flops_per_token(LLAMA, 128)
+    assert flops_utilization(
+        LLAMA, seq_length=128, tokens_per_second=10.0, peak_flops=20 * per_token
+    ) == pytest.approx(0.5)

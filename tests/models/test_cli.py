@@ -1,0 +1,33 @@
+import pytest
+
+from mcore_models.cli import main
+
+
+def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["llama-3-8b", "8,030,261,248"] for line in lines)
+
+
+def test_one_preset_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "llama3-8b-8layers", "--seq-length", "8192"]) == 0
+    out = capsys.readouterr().out
+    assert "2,795,573,248" in out
+    assert "per token of 8192" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["show", "llama3"], "did you mean"),
+        (["show", "gpt2", "--seq-length", "0"], "--seq-length=0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mcore-models: ")
+    assert err.count("\n") == 1
+    assert words in err
