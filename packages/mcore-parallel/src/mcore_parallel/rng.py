@@ -18,6 +18,7 @@ import torch
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
+_INTEGER = 0xD1B54A32D192ED03  # tells a folded integer from a seed: fold(a) of b ≠ fold(b) of a
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _BLOCK = 1 << 16  # elements per pass: the dozens of passes over one block stay in cache
 
@@ -62,8 +63,8 @@ class RngKey:
                 digest = hashlib.blake2b(value.encode(), digest_size=8, person=b"rngkey").digest()
                 word = int.from_bytes(digest, "little")
             else:
-                word = _mix_int((value + _GAMMA) & _MASK)
-            state = _mix_int((_mix_int((state + _GAMMA) & _MASK) ^ word) & _MASK)
+                word = _mix_int((value ^ _INTEGER) & _MASK)
+            state = _mix_int(_mix_int((state + _GAMMA) & _MASK) ^ word)
         return RngKey(state)
 
 
