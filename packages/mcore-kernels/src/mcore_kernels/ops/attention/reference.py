@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_kernels.ops.attention.packed import PackedAttention, Visibility
+from mcore_kernels.ops.attention.base import Visibility
+from mcore_kernels.ops.attention.packed import PackedAttention
 from mcore_kernels.protocols import accumulation_dtype
 
 

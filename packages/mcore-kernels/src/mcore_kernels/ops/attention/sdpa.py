@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_kernels.ops.attention.packed import PackedAttention, Visibility
+from mcore_kernels.ops.attention.base import Visibility
+from mcore_kernels.ops.attention.packed import PackedAttention
 
 
 class SdpaAttention(PackedAttention):

@@ -1,0 +1,183 @@
+"""What the implementations of attention share: arguments, checks, autograd.
+
+Shapes: T tokens, N segments, lq and lk queries and keys of a segment, Q query heads, K kv heads,
+D head size of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Which keys a query sees, and the factor on the scores."""
+
+    causal: bool
+    window: int | None
+    scale: float
+
+    def blind_rows(self, lq: int, lk: int) -> int:
+        """How many of the first queries see no key at all."""
+        if lk == 0:
+            return lq
+        if self.causal:
+            return min(lq, max(0, lq - lk))
+        if self.window is not None:
+            return min(lq, max(0, lq - lk - self.window + 1))
+        return 0
+
+    def hidden(self, lq: int, lk: int, device: torch.device) -> Tensor | None:
+        """Mask [lq, lk] of the keys out of sight, aligned bottom-right; None: there are none."""
+        # The last query sees every key up to the causal diagonal, so one alone needs no mask.
+        if self.window is None and (not self.causal or lq == 1):
+            return None
+        position = torch.arange(lk - lq, lk, device=device).unsqueeze(1)
+        key = torch.arange(lk, device=device)
+        hidden = key > position if self.causal else torch.zeros_like(key > position)
+        if self.window is not None:
+            hidden |= key <= position - self.window
+            if not self.causal:
+                hidden |= key >= position + self.window
+        return hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where the segments lie, as the caller gave it (see `AttentionOp`)."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    uniform: tuple[int, int] | None
+
+
+class Plan(Protocol):
+    """One call of attention with everything but the tensors settled."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `(out, lse)`."""
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `(dq, dk, dv)`; `out` and `lse` may be merged over further keys."""
+
+
+class Attention(ABC):
+    """`mcore_kernels.protocols.AttentionOp` from a plan of forward and backward."""
+
+    @abstractmethod
+    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
+        """Settle how these arguments are served."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        uniform: tuple[int, int] | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionOp`; ValueError for shapes that do not fit together."""
+        segments = Segments(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            uniform=uniform,
+        )
+        plan = self.plan(q, k, segments, _checked(q, k, segments, causal, window, scale))
+        out, lse = _Attention.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        uniform: tuple[int, int] | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionOp`."""
+        segments = Segments(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            uniform=uniform,
+        )
+        plan = self.plan(q, k, segments, _checked(q, k, segments, causal, window, scale))
+        with torch.no_grad():
+            return plan.backward(grad_out, q, k, v, out=out, lse=lse)
+
+
+def _checked(  # noqa: PLR0917 -- the arguments of AttentionOp, as they came
+    q: Tensor,
+    k: Tensor,
+    segments: Segments,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Visibility:
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: the number of kv heads must divide that of query heads, got {k.shape[1]} "
+            f"and {q.shape[1]}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1, got {window}")
+    if segments.cu_seqlens_q.shape != segments.cu_seqlens_k.shape:
+        raise ValueError(
+            f"attention: cu_seqlens_q has {segments.cu_seqlens_q.shape[0] - 1} segments, "
+            f"cu_seqlens_k has {segments.cu_seqlens_k.shape[0] - 1}"
+        )
+    if segments.uniform is not None:
+        count, length = segments.uniform
+        if not count * length == q.shape[0] == k.shape[0]:
+            raise ValueError(
+                f"attention: uniform={segments.uniform} means {count * length} rows, got "
+                f"{q.shape[0]} of q and {k.shape[0]} of k"
+            )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return Visibility(causal=causal, window=window, scale=factor)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps q, k, v, out and lse; the scores are computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        out, lse = plan.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*ctx.plan.backward(grads[0], q, k, v, out=out, lse=lse), None)
