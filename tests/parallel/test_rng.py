@@ -131,6 +131,21 @@ def test_a_value_does_not_depend_on_the_size_of_the_request() -> None:
     assert counter_normal(key, torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_draws_the_same_values() -> None:
+    key, index = RngKey(6), torch.arange(-1000, N)
+    there = index.cuda()
+    assert torch.equal(uniform_bits(key, there).cpu(), uniform_bits(key, index))
+    assert torch.equal(counter_uniform(key, there).cpu(), counter_uniform(key, index))
+    normal = counter_normal(key, index)
+    close = torch.isclose(counter_normal(key, there).cpu(), normal, rtol=1e-6, atol=1e-6)
+    assert close.all()  # logarithm and cosine may round the last bit of float64 differently
+    assert (counter_normal(key, there).cpu() == normal).double().mean() > 0.9999
+    x = torch.ones(300, 200)
+    assert torch.equal(dropout(x.cuda(), 0.4, key).cpu(), dropout(x, 0.4, key))
+
+
 def test_dropout_drops_the_right_share_and_keeps_the_mean() -> None:
     x = torch.ones(500, 400)
     for p in (0.1, 0.5, 0.9):

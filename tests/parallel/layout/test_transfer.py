@@ -50,18 +50,25 @@ def flat_shards(rank: int, size: int) -> dict[str, TensorLayout]:
     return result
 
 
-def filled(layouts: dict[str, TensorLayout], dtype: torch.dtype) -> dict[str, LayoutTensor]:
+def filled(
+    layouts: dict[str, TensorLayout], dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, LayoutTensor]:
     result = {}
     for key, layout in layouts.items():
-        local = torch.zeros(layout.shape, dtype=dtype)
+        local = torch.zeros(layout.shape, dtype=dtype, device=device)
         for f, view in layout.views(local):
             view.copy_(value(f.name, dtype)[f.box.slices])
         result[key] = LayoutTensor(local, layout)
     return result
 
 
-def empty(layouts: dict[str, TensorLayout], dtype: torch.dtype) -> dict[str, LayoutTensor]:
-    return {key: LayoutTensor(torch.zeros(x.shape, dtype=dtype), x) for key, x in layouts.items()}
+def empty(
+    layouts: dict[str, TensorLayout], dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, LayoutTensor]:
+    return {
+        key: LayoutTensor(torch.zeros(x.shape, dtype=dtype, device=device), x)
+        for key, x in layouts.items()
+    }
 
 
 def check(found: dict[str, LayoutTensor], expected: dict[str, LayoutTensor]) -> None:
@@ -69,14 +76,14 @@ def check(found: dict[str, LayoutTensor], expected: dict[str, LayoutTensor]) -> 
         assert torch.equal(found[key].tensor, tensor.tensor), key
 
 
-def there_and_back(source: torch.dtype, target: torch.dtype) -> None:
+def there_and_back(source: torch.dtype, target: torch.dtype, device: str = "cpu") -> None:
     group = Group.world()
-    sharded = filled(tensor_parallel(group.rank, group.size), source)
-    flat = empty(flat_shards(group.rank, group.size), target)
+    sharded = filled(tensor_parallel(group.rank, group.size), source, device)
+    flat = empty(flat_shards(group.rank, group.size), target, device)
     reshard(sharded, flat, group)
-    expected = filled(flat_shards(group.rank, group.size), source)
+    expected = filled(flat_shards(group.rank, group.size), source, device)
     check(flat, {k: LayoutTensor(x.tensor.to(target), x.layout) for k, x in expected.items()})
-    back = empty(tensor_parallel(group.rank, group.size), target)
+    back = empty(tensor_parallel(group.rank, group.size), target, device)
     reshard(flat, back, group)
     check(back, {k: LayoutTensor(x.tensor.to(target), x.layout) for k, x in sharded.items()})
 
@@ -100,6 +107,14 @@ def test_dtypes_are_converted_once(
     ranks: RankPool, source: torch.dtype, target: torch.dtype
 ) -> None:
     ranks.run(there_and_back, 2, source, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_gpus_go_over_nccl_and_through_the_cpu_over_gloo(ranks: RankPool) -> None:
+    size = min(4, torch.cuda.device_count() // 2 * 2) or 1
+    ranks.run(there_and_back, size, torch.float32, torch.bfloat16, "cuda", device="cuda")
+    ranks.run(there_and_back, 2, torch.float32, torch.bfloat16, "cuda:0")
 
 
 def mixed_dtypes_in_small_rounds(max_bytes: int) -> int:

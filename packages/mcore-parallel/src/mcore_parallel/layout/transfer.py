@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from mcore_parallel._torch import has_cpu_backend
 from mcore_parallel.collectives import all_gather_object, all_to_all
@@ -56,8 +57,9 @@ def transfer(
                 target = _view(targets, copy.target, copy.shape)
                 target.copy_(_view(sources, copy.source, copy.shape))
         if remote:
+            device = _wire_device(ends, group)
             for batch in _rounds(remote, ends, max_bytes):
-                _exchange(batch, sources, targets, group)
+                _exchange(batch, sources, targets, group, device)
 
 
 def reshard(
@@ -154,6 +156,7 @@ class _Ends:
     """What the other ranks of a transfer need to know of one rank before it starts."""
 
     error: str | None
+    on_gpu: bool
     sources: dict[str, torch.dtype]
     targets: dict[str, torch.dtype]
 
@@ -169,16 +172,28 @@ def _exchange_ends(
     me = group.ranks[group.rank]
     sent = {copy.source.key for copy in remote if copy.source.rank == me}
     received = {copy.target.key for copy in remote if copy.target.rank == me}
+    sending = {key: sources[key] for key in sent if key in sources}
+    receiving = {key: targets[key] for key in received if key in targets}
     mine = _Ends(
         error,
-        {key: sources[key].dtype for key in sent if key in sources},
-        {key: targets[key].dtype for key in received if key in targets},
+        all(x.is_cuda for x in (*sending.values(), *receiving.values())),
+        {key: x.dtype for key, x in sending.items()},
+        {key: x.dtype for key, x in receiving.items()},
     )
     ends = dict(zip(group.ranks, all_gather_object(mine, group), strict=True))
     errors = [end.error for end in ends.values() if end.error]
     if errors:
         raise ValueError(errors[0])
     return ends
+
+
+def _wire_device(ends: Mapping[int, _Ends], group: Group) -> torch.device:
+    """Return where buffers lie: the CPU where the group can, unless all tensors are on its GPUs."""
+    config = dist.get_backend_config(group.process_group)
+    on_gpu = "cuda:nccl" in config and all(end.on_gpu for end in ends.values())
+    if has_cpu_backend(group.process_group) and not on_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +236,7 @@ def _exchange(
     sources: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     group: Group,
+    device: torch.device,
 ) -> None:
     me = group.ranks[group.rank]
     outgoing: dict[int, list[_Parcel]] = {rank: [] for rank in group.ranks}
@@ -232,8 +248,6 @@ def _exchange(
             incoming[parcel.copy.source.rank].append(parcel)
     slots_out, sizes_out = _slots(list(outgoing.values()))
     slots_in, sizes_in = _slots(list(incoming.values()))
-    on_cpu = has_cpu_backend(group.process_group)
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     buffer = torch.zeros(sum(sizes_out), dtype=torch.uint8, device=device)
     for parcel, start in slots_out:
         _slot(buffer, parcel, start).copy_(_view(sources, parcel.copy.source, parcel.copy.shape))
