@@ -1,8 +1,131 @@
 """The `mcore-train` command."""
 
+import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status."""
-    raise SystemExit(f"mcore-train: no commands yet {argv or sys.argv[1:]}")
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        status: int = args.run(args, rest)
+    except (ValueError, OSError) as error:
+        print(f"mcore-train: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"mcore-train: training stopped: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mcore-train", description="Train language models over any parallel layout."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    quickstart = commands.add_parser(
+        "quickstart", help="learn Python from the standard library, from text to samples"
+    )
+    quickstart.add_argument("--out", type=Path, default=Path("runs/quickstart"), metavar="DIR")
+    quickstart.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    quickstart.add_argument("--nproc", type=int, default=1, metavar="K", help="processes")
+    quickstart.add_argument("--tensor", type=int, default=1, metavar="T", help="tensor parallel")
+    quickstart.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline stages")
+    quickstart.add_argument("--sequence-parallel", action="store_true")
+    quickstart.set_defaults(run=_quickstart, takes_overrides=False)
+
+    pretrain = commands.add_parser(
+        "pretrain",
+        help="train as a config says",
+        epilog="Any field of the config is an option: --model.num_layers 8 --schedule.lr=1e-3",
+    )
+    pretrain.add_argument("--config", required=True, metavar="FILE|RECIPE")
+    pretrain.add_argument(
+        "--nproc", type=int, metavar="K", help="start K processes here (not under torchrun)"
+    )
+    pretrain.set_defaults(run=_pretrain, takes_overrides=True)
+
+    parity = commands.add_parser(
+        "parity",
+        help="compare training under layouts with training in one process",
+        epilog="A layout is written tp=2,pp=2,dp=2,sp (sp: sequence parallel; zero=0: whole state)",
+    )
+    parity.add_argument("--config", required=True, metavar="FILE|RECIPE")
+    parity.add_argument("--layout", action="append", required=True, metavar="LAYOUT")
+    parity.add_argument("--train-steps", type=int, default=3, metavar="N", help="default 3")
+    parity.set_defaults(run=_parity, takes_overrides=True)
+
+    recipes = commands.add_parser("recipes", help="list the recipes of this package")
+    recipes.set_defaults(run=_recipes, takes_overrides=False)
+    return parser
+
+
+def _quickstart(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_parallel import ParallelConfig
+    from mcore_train.quickstart import Quickstart, run_quickstart
+
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps {args.steps} must be at least 1")
+    parallel = ParallelConfig(
+        tp=args.tensor, pp=args.pipeline, sequence_parallel=args.sequence_parallel
+    )
+    options = Quickstart(out=args.out, steps=args.steps, nproc=args.nproc, parallel=parallel)
+    run_quickstart(options, lambda line: print(line, flush=True))
+    return 0
+
+
+def _load(args: argparse.Namespace, rest: list[str]) -> Any:
+    from mcore_train.load import load_config
+
+    return load_config(args.config, rest)
+
+
+def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_train.pretrain import pretrain
+
+    summary = pretrain(_load(args, rest), nproc=args.nproc)
+    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
+    validation = summary.validation_loss
+    if validation is not None:
+        loss += f", validation loss {validation:.4f}"
+    saved = "" if summary.checkpoint is None else f", checkpoint {summary.checkpoint}"
+    print(f"trained from step {summary.first_step} to step {summary.step}{loss}{saved}")
+    return 0
+
+
+def _parity(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_parallel import ParallelConfig
+    from mcore_train.parity import parity
+
+    if args.train_steps < 1:
+        raise ValueError(f"--train-steps {args.train_steps} must be at least 1")
+    layouts = [ParallelConfig.parse(text) for text in args.layout]
+    good = True
+    for report in parity(_load(args, rest), layouts, steps=args.train_steps):
+        worst = " ".join(
+            f"{kind} {report.worst(kind).ratio:.1e}" for kind in ("loss", "gradient", "parameter")
+        )
+        failure = report.first_failure()
+        verdict = "equal"
+        if failure is not None:
+            good = False
+            verdict = f"DIFFERS, first in {failure.kind} {failure.name} by {failure.ratio:.1e}"
+        print(f"{report.layout} on {report.world_size}: {verdict} (largest: {worst})", flush=True)
+    return 0 if good else 1
+
+
+def _recipes(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_train.load import recipe_names
+
+    print("\n".join(recipe_names()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

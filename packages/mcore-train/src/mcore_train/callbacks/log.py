@@ -1,0 +1,140 @@
+"""Numbers of the run: lines on the terminal, `metrics.jsonl`, TensorBoard, a progress bar."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from mcore_train.callbacks.base import Callback
+from mcore_train.config import LogConfig
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    from mcore_train.step import StepMetrics
+    from mcore_train.trainer import Trainer
+
+
+class MetricsLog(Callback):
+    """Append one JSON object per event to `directory/metrics.jsonl` (rank 0 only).
+
+    Training rows have `step loss lr grad_norm tokens tokens_per_second`, validation rows
+    `step validation_loss`, checkpoint rows `step saved`. Losses are the values used: the mean over
+    all valid tokens of the global batch. After a resume, rows of steps that will be run again are
+    dropped first, so the file reads like an uninterrupted run.
+    """
+
+    def __init__(self, config: LogConfig) -> None:
+        self.config = config
+        self.path = config.directory / "metrics.jsonl" if config.directory else None
+        self.writer: SummaryWriter | None = None
+        self.active = False
+        self.clock = time.perf_counter()
+        self.tokens = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Open the files on rank 0."""
+        self.clock = time.perf_counter()
+        self.active = trainer.session.mesh.rank == 0 and self.path is not None
+        if not self.active or self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self.path) if row["step"] <= trainer.step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        if self.config.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.path.parent / "tensorboard"), trainer.step)
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """Log every `interval` steps, the first and the last."""
+        self.tokens += metrics.tokens
+        first_or_last = trainer.step in {1, trainer.config.steps}
+        if not self.active or (trainer.step % self.config.interval and not first_or_last):
+            return
+        now = time.perf_counter()
+        rate = self.tokens / max(now - self.clock, 1e-9)
+        self.clock, self.tokens = now, 0
+        self._write(
+            step=trainer.step,
+            loss=metrics.loss,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            tokens=metrics.tokens,
+            tokens_per_second=round(rate, 1),
+        )
+
+    def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
+        """Log a validation loss."""
+        if self.active:
+            self._write(step=trainer.step, **{f"{name}_loss": loss})
+
+    def on_save(self, trainer: Trainer, step: int, path: str) -> None:
+        """Log that a checkpoint is complete."""
+        if self.active:
+            self._write(step=step, saved=path)
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def _write(self, *, step: int, **values: Any) -> None:
+        assert self.path is not None
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(name, value, step)
+
+
+class Progress(Callback):
+    """A progress bar over the steps on rank 0, written to stderr."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm[Any] | None = None
+        self.validation = ""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Open the bar at the step reached so far."""
+        if trainer.session.mesh.rank == 0:
+            total, done = trainer.config.steps, trainer.step
+            self.bar = tqdm(
+                total=total, initial=done, unit="step", desc="train", file=sys.stderr, mininterval=1
+            )
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """Advance the bar by one step."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {metrics.loss:.3f}{self.validation}", refresh=False)
+            self.bar.update(1)
+
+    def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
+        """Show the newest validation loss."""
+        self.validation = f", {name} {loss:.3f}"
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a `metrics.jsonl`; a last line cut short by a crash is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

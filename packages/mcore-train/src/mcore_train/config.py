@@ -1,0 +1,252 @@
+"""Everything one training run is told, as one checked value.
+
+Architecture, parallelism and kernels are the configs of their own packages; here they are joined
+with data, batch, optimizer, schedule and the things around the loop. A `TrainConfig` that exists
+has been checked as a whole: nothing is built from one that is wrong.
+"""
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mcore_kernels import KernelConfig
+from mcore_models import ModelConfig
+from mcore_parallel import ParallelConfig, check_sequence
+
+Precision = Literal["fp32", "bf16"]
+Device = Literal["auto", "cpu", "cuda"]
+OptimizerKind = Literal["adamw", "sgd"]
+ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from.
+
+    `train` is a prefix of `.bin/.idx` files. `validation` is another one, or None: then `split`
+    divides the documents of `train`. `tokenizer` is a folder written by `mcore-data
+    train-tokenizer`; it travels into the checkpoints. `mock` makes random tokens instead.
+    """
+
+    train: Path | None = None
+    validation: Path | None = None
+    split: str = "969,30,1"
+    tokenizer: Path | None = None
+    seq_length: int = 256
+    eod_id: int | None = None
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_eod_loss: bool = False
+    cache: Path | None = None
+    mock: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.seq_length >= 1, f"seq_length={self.seq_length} must be at least 1")
+        resets = self.reset_positions or self.reset_attention or self.mask_eod_loss
+        _require(
+            not resets or self.eod_id is not None or self.tokenizer is not None,
+            "reset_positions, reset_attention and mask_eod_loss need eod_id or a tokenizer",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Samples per optimizer step (over all replicas) and per forward pass of one replica."""
+
+    global_size: int = 4
+    micro_size: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("global_size", "micro_size"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule. Norms and biases take no weight decay. `momentum` is SGD's."""
+
+    kind: OptimizerKind = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"{name}={value} must lie in 0 <= {name} < 1")
+        _require(self.eps > 0, f"eps={self.eps} must be greater than 0")
+        _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
+        clip = self.clip_norm
+        _require(clip is None or clip > 0, f"clip_norm={clip} must be greater than 0, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of the step alone (see `mcore_train.schedules`).
+
+    `decay_steps` counts the steps after warm-up in which the rate falls from `lr` to `min_lr`;
+    None means all that are left (for `wsd`: the last fifth of the run).
+    """
+
+    kind: ScheduleKind = "cosine"
+    lr: float = 2e-3
+    min_lr: float = 2e-4
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"lr={self.lr} must be greater than 0")
+        _require(
+            0 <= self.min_lr <= self.lr,
+            f"min_lr={self.min_lr} must lie in 0 <= min_lr <= lr={self.lr}",
+        )
+        _require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must be at least 0")
+        decay = self.decay_steps
+        _require(decay is None or decay >= 1, f"decay_steps={decay} must be at least 1, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, what to keep, what to start from.
+
+    `resume` continues from the newest committed checkpoint of `directory` when there is one.
+    `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
+    has none. `reset_step` starts at step 0 with the loaded weights and moments, and takes the
+    schedule of this config; `weights_only` takes the weights alone.
+    """
+
+    directory: Path | None = None
+    interval: int | None = None
+    keep_last: int | None = None
+    resume: bool = True
+    load: Path | None = None
+    reset_step: bool = False
+    weights_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "keep_last"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
+        _require(
+            self.interval is None or self.directory is not None,
+            f"interval={self.interval} needs checkpoint.directory",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Validation over `windows` fixed samples.
+
+    Every `interval` steps, at the end, and with `at_start` before the first step.
+    """
+
+    interval: int | None = None
+    windows: int = 32
+    at_start: bool = False
+
+    def __post_init__(self) -> None:
+        interval = self.interval
+        _require(interval is None or interval >= 1, f"interval={interval} must be at least 1")
+        _require(self.windows >= 1, f"windows={self.windows} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """`directory` receives `metrics.jsonl`, the loss curve and the TensorBoard events."""
+
+    directory: Path | None = None
+    interval: int = 10
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.interval >= 1, f"interval={self.interval} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Raises:
+        ValueError: one line with the place, the numbers and the nearest valid values.
+    """
+
+    model: ModelConfig
+    steps: int
+    seed: int = 1234
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    precision: Precision = "fp32"
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
+        check_sequence(self.parallel, self.data.seq_length)
+        model, data = self.model, self.data
+        _require(
+            model.position != "learned" or data.seq_length <= model.max_positions,
+            f"data.seq_length={data.seq_length} exceeds model.max_positions={model.max_positions}"
+            f" of learned positions: use seq_length {model.max_positions} or less",
+        )
+        schedule = self.schedule
+        _require(
+            schedule.warmup_steps <= self.steps,
+            f"schedule.warmup_steps={schedule.warmup_steps} exceeds steps={self.steps}: "
+            f"use {self.steps} or less",
+        )
+
+    def check_world(self, world_size: int) -> "WorldPlan":
+        """Check what depends on the number of processes, before anything is built.
+
+        Returns:
+            The resolved parallel config and the micro-batches per replica and step.
+
+        Raises:
+            ValueError: the world does not fit the layout, or the global batch the replicas.
+        """
+        parallel = self.parallel.resolve(world_size)
+        assert parallel.dp is not None
+        unit = self.batch.micro_size * parallel.dp
+        size = self.batch.global_size
+        if size % unit:
+            below = size // unit * unit
+            near = f"{below} or {below + unit}" if below else str(unit)
+            raise ValueError(
+                f"batch.global_size={size} is not a multiple of batch.micro_size="
+                f"{self.batch.micro_size} x dp={parallel.dp} = {unit}: use global_size {near}"
+            )
+        if self.model.num_layers < parallel.pp and parallel.stage_layers is None:
+            raise ValueError(
+                f"model.num_layers={self.model.num_layers} is fewer than pp={parallel.pp}: "
+                f"use pp {self.model.num_layers} or less"
+            )
+        return WorldPlan(parallel=parallel, micro_batches=size // unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldPlan:
+    """What a config becomes on a world of a given size."""
+
+    parallel: ParallelConfig
+    micro_batches: int
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """The member of `choices` that reads most like `name`."""
+    return difflib.get_close_matches(name, choices, n=1, cutoff=0.0)[0]

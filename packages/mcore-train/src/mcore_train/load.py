@@ -1,0 +1,162 @@
+"""From YAML and dotted overrides to a checked `TrainConfig`.
+
+The dataclasses are the only source of names, types and defaults; pydantic converts and reports.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from mcore_models import preset
+from mcore_train.config import TrainConfig, nearest
+
+RECIPES = "recipes"
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> TrainConfig:
+    """Read a config and check it as a whole.
+
+    Args:
+        source: a YAML file, the name of a recipe that this package ships, or a mapping.
+        overrides: `["--model.num_layers", "8", "--steps=100"]`, read as YAML values.
+
+    Raises:
+        ValueError: one line; an unknown key names the nearest valid one.
+    """
+    tree = dict(source) if isinstance(source, Mapping) else _read(source)
+    for path, value in parse_overrides(overrides):
+        _set(tree, path, value)
+    return config_from_tree(tree)
+
+
+def config_from_tree(tree: Mapping[str, Any]) -> TrainConfig:
+    """Convert and check nested plain values. `model: {preset: NAME, …}` starts from a preset."""
+    tree = dict(tree)
+    model = tree.get("model")
+    if isinstance(model, Mapping) and "preset" in model:
+        base = dataclasses.asdict(preset(str(model["preset"])))
+        tree["model"] = base | {k: v for k, v in model.items() if k != "preset"}
+    _check_keys(tree, TrainConfig, "")
+    try:
+        return TypeAdapter(TrainConfig).validate_python(tree)
+    except ValidationError as error:
+        raise ValueError(_first_line(error)) from None
+
+
+def config_to_tree(config: TrainConfig) -> dict[str, Any]:
+    """Return nested JSON-able values from which `config_from_tree` makes the same config."""
+    tree = TypeAdapter(TrainConfig).dump_python(config, mode="json")
+    assert isinstance(tree, dict)
+    return tree
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
+    """Parse `--a.b value` and `--a.b=value` pairs; values are YAML (`8`, `null`, `[1, 2]`).
+
+    Raises:
+        ValueError: an argument without `--` or without a value.
+    """
+    parsed: list[tuple[list[str], Any]] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ValueError(f"unexpected argument {word!r}: overrides are written --a.b VALUE")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise ValueError(f"--{key} needs a value")
+            text = words.pop(0)
+        parsed.append((key.replace("-", "_").split("."), _yaml_value(text)))
+    return parsed
+
+
+def recipe_names() -> list[str]:
+    """The recipes that this package ships."""
+    return sorted(path.stem for path in _recipes().glob("*.yaml"))
+
+
+def _recipes() -> Path:
+    return Path(__file__).parent / RECIPES
+
+
+def _yaml_value(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:  # YAML 1.1 reads 2e-3 as text
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _read(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.suffix not in {".yaml", ".yml"}:
+        if str(source) not in recipe_names():
+            raise ValueError(
+                f"no recipe {str(source)!r}: did you mean {nearest(str(source), recipe_names())!r}?"
+                f" Recipes: {', '.join(recipe_names())}; a file ends in .yaml"
+            )
+        path = _recipes() / f"{source}.yaml"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: the top of a config is a mapping, not {type(tree).__name__}")
+    return {key: _floats(value) for key, value in tree.items()}
+
+
+def _floats(tree: Any) -> Any:
+    """Read `2e-3` as a number wherever it stands (YAML 1.1 wants `2.0e-3`)."""
+    if isinstance(tree, dict):
+        return {key: _floats(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_floats(value) for value in tree]
+    if isinstance(tree, str) and tree[:1] in "+-.0123456789":
+        return _yaml_value(tree)
+    return tree
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for position, key in enumerate(path[:-1]):
+        inner = tree.get(key)
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ValueError(f"--{'.'.join(path)}: {'.'.join(path[: position + 1])} has no fields")
+        tree[key] = dict(inner or {})
+        tree = tree[key]
+    tree[path[-1]] = value
+
+
+def _check_keys(tree: Mapping[str, Any], kind: Any, place: str) -> None:
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for key, value in tree.items():
+        if key not in names:
+            raise ValueError(
+                f"unknown key {place}{key}: did you mean {place}{nearest(str(key), names)}?"
+            )
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(hints[key]):
+            _check_keys(value, hints[key], f"{place}{key}.")
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message[:1].lower()}{message[1:]} (got {first['input']!r})"

@@ -1,0 +1,12 @@
+"""The update rule that a config names."""
+
+from mcore_parallel import SGD, UpdateRule
+from mcore_train.config import OptimizerConfig
+from mcore_train.optim.adamw import AdamW
+
+
+def build_rule(config: OptimizerConfig) -> UpdateRule:
+    """Return the rule of `config.kind` with its hyper-parameters."""
+    if config.kind == "sgd":
+        return SGD(momentum=config.momentum)
+    return AdamW(beta1=config.beta1, beta2=config.beta2, eps=config.eps)

@@ -1,0 +1,156 @@
+"""Training a model from scratch or from a checkpoint: in this process, or over several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import mcore_ckpt
+from mcore_data import IndexedReader
+from mcore_models import check_layout
+from mcore_parallel import ParallelMesh, init_from_env, launch_local
+from mcore_train.callbacks import (
+    Callback,
+    Evaluate,
+    MetricsLog,
+    Progress,
+    SaveCheckpoints,
+    StopOnSignal,
+)
+from mcore_train.config import Device, TrainConfig, WorldPlan
+from mcore_train.load import config_from_tree, config_to_tree
+from mcore_train.session import build_session
+from mcore_train.step import StepMetrics
+from mcore_train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a run ended with: the last values logged, None where there were none.
+
+    `first_step` is where it started from; `checkpoint` the newest committed one;
+    `first_validation_loss` the first of the run, which is that of its start with
+    `evaluate.at_start`.
+    """
+
+    first_step: int
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    first_validation_loss: float | None
+    checkpoint: Path | None
+
+
+class _Last(Callback):
+    """Remembers the newest numbers for the summary."""
+
+    def __init__(self) -> None:
+        self.first_step = 0
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.first_validation_loss: float | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.first_step = trainer.step
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.loss = metrics.loss
+
+    def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
+        self.validation_loss = loss
+        if self.first_validation_loss is None:
+            self.first_validation_loss = loss
+
+
+def pretrain(config: TrainConfig, *, nproc: int | None = None) -> RunSummary:
+    """Train as `config` says and return how it ended.
+
+    With `nproc` that many processes are started on this machine; without it this process trains,
+    as one rank of torchrun's world where there is one. Everything is checked before a process is
+    started or a model built. On SIGTERM the step in flight is finished, saved, and this returns.
+
+    Raises:
+        ValueError: config, world, data and checkpoint do not fit together.
+        FloatingPointError: loss or gradient is not finite.
+    """
+    if nproc is None:
+        return run_rank(config_to_tree(config))
+    if "RANK" in os.environ:
+        raise ValueError(f"nproc={nproc} within torchrun: it has started the processes already")
+    check_run(config, nproc)
+    if nproc == 1:
+        return run_rank(config_to_tree(config))
+    return pretrain_apart(config, nproc=nproc)
+
+
+def pretrain_apart(config: TrainConfig, *, nproc: int) -> RunSummary:
+    """Train in `nproc` new processes of this machine, also when that is one."""
+    check_run(config, nproc)
+    device = resolve_device(config.device)
+    summary = launch_local(run_rank, nproc, config_to_tree(config), device=device)[0]
+    assert isinstance(summary, RunSummary)
+    return summary
+
+
+def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
+    """Check config, layout and files against each other, before anything is built.
+
+    Raises:
+        ValueError: one line with the place, the numbers and the nearest valid values.
+    """
+    plan = config.check_world(world_size)
+    check_layout(config.model, plan.parallel)
+    if not config.data.mock:
+        if config.data.train is None:
+            raise ValueError(
+                "data.train is not set: give a prefix of .bin/.idx files, or data.mock"
+            )
+        IndexedReader(config.data.train)
+        if config.data.validation is not None:
+            IndexedReader(config.data.validation)
+    return plan
+
+
+def run_rank(tree: Mapping[str, Any]) -> RunSummary:
+    """Train as one rank of the world this process is in (alone without one)."""
+    config = config_from_tree(tree)
+    place = init_from_env(device=resolve_device(config.device))
+    check_run(config, place.world_size)
+    mesh = ParallelMesh.create(config.parallel, device=place.device)
+    assert mesh is not None
+    last = _Last()
+    trainer = Trainer(build_session(config, mesh), [*default_callbacks(config), last])
+    try:
+        trainer.run()
+    finally:
+        mesh.close()
+    directory = config.checkpoint.directory
+    return RunSummary(
+        first_step=last.first_step,
+        step=trainer.step,
+        loss=last.loss,
+        validation_loss=last.validation_loss,
+        first_validation_loss=last.first_validation_loss,
+        checkpoint=None if directory is None else mcore_ckpt.latest(directory),
+    )
+
+
+def default_callbacks(config: TrainConfig) -> list[Callback]:
+    """The callbacks of a run, in the order in which they are called."""
+    callbacks: list[Callback] = [MetricsLog(config.log)]
+    if config.log.progress:
+        callbacks.append(Progress())
+    callbacks += [Evaluate(config.evaluate), SaveCheckpoints(config.checkpoint), StopOnSignal()]
+    return callbacks
+
+
+def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
+    """`auto` is CUDA where there is any."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device

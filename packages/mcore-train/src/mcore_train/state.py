@@ -1,0 +1,96 @@
+"""A run's state in a checkpoint: tensors by layout, the rest as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mcore_ckpt
+from mcore_train.config import CheckpointConfig
+from mcore_train.data import tokenizer_folder
+from mcore_train.load import config_to_tree
+from mcore_train.session import Session
+
+WEIGHTS = ("model/",)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is: finished optimizer steps and consumed training samples."""
+
+    step: int = 0
+    consumed: int = 0
+
+
+def save_state(
+    session: Session,
+    progress: Progress,
+    callbacks: Mapping[str, Any],
+    directory: Path,
+    *,
+    keep_last: int | None,
+) -> Path:
+    """Save weights, optimizer, progress, random streams and callback states; return the path.
+
+    All ranks call it; it returns when the checkpoint is durable.
+    """
+    state = {
+        "config": config_to_tree(session.config),
+        "step": progress.step,
+        "data": session.data.state_dict(progress.consumed),
+        "optimizer": session.optimizer.state_dict(),
+        "rng": session.rng.state_dict(),
+        "callbacks": dict(callbacks),
+    }
+    return mcore_ckpt.save(
+        directory,
+        step=progress.step,
+        tensors=session.optimizer.state_tensors(),
+        state=state,
+        group=session.mesh.world,
+        files=tokenizer_folder(session.config),
+        keep_last=keep_last,
+    )
+
+
+def find_start(config: CheckpointConfig) -> tuple[Path, bool] | None:
+    """Return the checkpoint to start from, and whether it continues this very run.
+
+    Raises:
+        ValueError: `load` names a place without a committed checkpoint.
+    """
+    if config.directory is not None and config.resume:
+        newest = mcore_ckpt.latest(config.directory)
+        if newest is not None:
+            return newest, True
+    if config.load is None:
+        return None
+    try:
+        return mcore_ckpt.open(config.load).path, False
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there") from None
+
+
+def load_state(
+    session: Session, path: Path, *, weights_only: bool
+) -> tuple[Progress, dict[str, Any]]:
+    """Fill the session from a checkpoint of any layout; return progress and callback states.
+
+    With `weights_only` optimizer, random streams and progress start afresh.
+
+    Raises:
+        ValueError: tensors do not fit, by name and shape, or the optimizer is of another kind.
+    """
+    tensors = session.optimizer.state_tensors()
+    mcore_ckpt.load(path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None)
+    session.optimizer.load_finished()
+    if weights_only:
+        return Progress(), {}
+    state = mcore_ckpt.read_state(path)
+    session.optimizer.load_state_dict(state["optimizer"])
+    session.rng.load_state_dict(state["rng"])
+    session.data.load_state_dict(state["data"])
+    progress = Progress(step=state["step"], consumed=state["data"]["consumed_samples"])
+    return progress, state["callbacks"]

@@ -1,0 +1,154 @@
+"""One optimizer step: micro-batches in, one update and the numbers of it out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_models import GlobalCounts, TokenBatch
+from mcore_parallel import (
+    Action,
+    Channel,
+    ParallelMesh,
+    RngKey,
+    all_reduce,
+    clip_factor,
+    one_f_one_b,
+    run_schedule,
+)
+from mcore_train.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What a step did. `loss` is the mean over all valid tokens of the global batch, in nats.
+
+    `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    stop: bool
+
+
+class Step:
+    """Runs the pipeline schedule over micro-batches, then clips and updates.
+
+    Loss rule: the sum over all valid tokens of the global batch divided by their number, so that
+    neither loss nor gradient depends on micro-batching or on any parallel axis. Gradients are
+    therefore summed over ranks, never averaged.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.channel = Channel(session.mesh.pp)
+        self.actions = stage_actions(session.mesh, session.plan.micro_batches)
+
+    def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> tuple[Tensor, int]:
+        """Leave the gradient of the whole global batch in the buckets.
+
+        Returns:
+            This rank's share of the loss, a float64 scalar (over the mesh the shares add up to the
+            mean over all valid tokens), and the number of those tokens.
+        """
+        session = self.session
+        model, mesh = session.model.train(), session.mesh
+        tokens = count_tokens(batches, mesh)
+        counts = GlobalCounts(tokens=max(tokens, 1))
+
+        def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+            if mesh.is_last_stage:
+                return model.loss(batch, hidden, counts=counts, rng=rng)
+            return model.stage_forward(batch, hidden, rng=rng)
+
+        session.buckets.zero()
+        outputs = run_schedule(
+            self.actions, stage, batches, self.channel, around=session.buckets.around
+        )
+        session.buckets.finish()
+        return loss_share(outputs, mesh), tokens
+
+    def update(self, lr: float) -> float:
+        """Clip and update from the accumulated gradient; return its norm before clipping.
+
+        Nothing is updated when the norm is not finite.
+        """
+        optimizer, clip = self.session.optimizer, self.session.config.optimizer.clip_norm
+        norm = optimizer.grad_norm()
+        if math.isfinite(norm):
+            optimizer.step(lr, grad_scale=1.0 if clip is None else clip_factor(norm, clip))
+        return norm
+
+    def __call__(
+        self, batches: list[TokenBatch], *, lr: float, rng: RngKey, stop: bool = False
+    ) -> StepMetrics:
+        """Run one step on this rank's micro-batches (the same on every rank of a replica).
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite; names the first such gradient. No
+                parameter has been changed.
+        """
+        mesh = self.session.mesh
+        share, tokens = self.accumulate(batches, rng)
+        report = torch.stack([share, torch.tensor(float(stop), dtype=torch.float64)])
+        loss, stops = all_reduce(report.to(mesh.device), mesh.world).tolist()
+        if not math.isfinite(loss):
+            raise FloatingPointError(self._not_finite(loss, self.session.optimizer.grad_norm()))
+        norm = self.update(lr)
+        if not math.isfinite(norm):
+            raise FloatingPointError(self._not_finite(loss, norm))
+        return StepMetrics(loss=loss, tokens=tokens, grad_norm=norm, lr=lr, stop=stops > 0)
+
+    def _not_finite(self, loss: float, norm: float) -> str:
+        found = self.session.optimizer.find_nonfinite()
+        where = "no gradient alone is" if found is None else f"the first such gradient is {found}"
+        return f"loss {loss} and gradient norm {norm} are not both finite: {where}"
+
+
+def evaluate(session: Session) -> float:
+    """Return the mean loss over all valid tokens of the validation windows; all ranks call it."""
+    mesh, model = session.mesh, session.model
+    batches = session.data.validation_batches()
+    tokens = count_tokens(batches, mesh)
+    counts = GlobalCounts(tokens=max(tokens, 1))
+
+    def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+        if mesh.is_last_stage:
+            return model.loss(batch, hidden, counts=counts)
+        return model.stage_forward(batch, hidden)
+
+    model.eval()
+    outputs: list[Tensor] = []
+    if batches:
+        actions = stage_actions(mesh, len(batches))
+        outputs = run_schedule(actions, stage, batches, mesh.pp, forward_only=True)
+    model.train()
+    return float(all_reduce(loss_share(outputs, mesh).to(mesh.device), mesh.world))
+
+
+def stage_actions(mesh: ParallelMesh, micro_batches: int) -> list[Action]:
+    """The 1F1B actions of this rank's pipeline stage."""
+    return one_f_one_b(mesh.pp.size, micro_batches)[mesh.pp.rank]
+
+
+def count_tokens(batches: list[TokenBatch], mesh: ParallelMesh) -> int:
+    """Valid tokens (sum of the loss masks) of the global batch; reduces over dp and cp."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        assert batch.loss_mask is not None
+        total += batch.loss_mask.sum(dtype=torch.float64)
+    return round(float(all_reduce(total, mesh.dp_cp)))
+
+
+def loss_share(outputs: list[Tensor], mesh: ParallelMesh) -> Tensor:
+    """This rank's share of the loss: what the last stage computed, counted once over tp."""
+    total = torch.zeros((), dtype=torch.float64)
+    if mesh.is_last_stage and mesh.tp.rank == 0:
+        for output in outputs:
+            total += output.double().cpu()
+    return total

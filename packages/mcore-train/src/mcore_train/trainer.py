@@ -1,0 +1,92 @@
+"""The loop, and nothing else: everything around it is a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_train.callbacks import Callback
+from mcore_train.config import TrainConfig
+from mcore_train.schedules import learning_rate
+from mcore_train.session import Session
+from mcore_train.state import Progress, find_start, load_state, save_state
+from mcore_train.step import Step, evaluate
+
+
+class Trainer:
+    """Runs a session from the step it stands at to the last one.
+
+    `progress` counts finished steps and consumed samples and is part of a checkpoint; `resumed`
+    says whether the run continues an earlier one. A callback may set `stop_requested`: all ranks
+    then stop after the step in flight, and `run` returns normally.
+    """
+
+    def __init__(self, session: Session, callbacks: Sequence[Callback] = ()) -> None:
+        self.session = session
+        self.config: TrainConfig = session.config
+        self.callbacks = tuple(callbacks)
+        self.progress = Progress()
+        self.resumed = False
+        self.stop_requested = False
+        self.train_step = Step(session)
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return self.progress.step
+
+    def run(self) -> None:
+        """Load what the config says, then train to `config.steps`.
+
+        Raises:
+            ValueError: the checkpoint does not fit.
+            FloatingPointError: loss or gradient is not finite.
+        """
+        self.load()
+        try:
+            for callback in self.callbacks:
+                callback.on_start(self)
+            batches = self.session.data.batches()
+            while self.step < self.config.steps and not self.stop_requested:
+                metrics = self.train_step(
+                    next(batches),
+                    lr=learning_rate(self.config.schedule, self.step, self.config.steps),
+                    rng=self.session.rng.next("dropout"),
+                    stop=self.stop_requested,
+                )
+                self.progress.step += 1
+                self.progress.consumed += self.config.batch.global_size
+                self.stop_requested = metrics.stop
+                for callback in self.callbacks:
+                    callback.on_step(self, metrics)
+            for callback in self.callbacks:
+                callback.on_end(self)
+        finally:
+            self.session.data.close()
+            for callback in self.callbacks:
+                callback.close()
+
+    def evaluate(self) -> float:
+        """Return the validation loss: mean over all valid tokens of the validation windows."""
+        return evaluate(self.session)
+
+    def save(self, directory: Path, *, keep_last: int | None = None) -> Path:
+        """Save the whole state below `directory`; returns when it is durable."""
+        states = {c.name: c.state_dict() for c in self.callbacks if c.name}
+        return save_state(self.session, self.progress, states, directory, keep_last=keep_last)
+
+    def load(self) -> None:
+        """Start from the checkpoint that the config names, if there is one."""
+        config = self.config.checkpoint
+        start = find_start(config)
+        if start is None:
+            return
+        path, same_run = start
+        weights_only = config.weights_only and not same_run
+        self.progress, states = load_state(self.session, path, weights_only=weights_only)
+        if config.reset_step and not same_run:
+            self.progress.step = 0
+        self.resumed = same_run
+        for callback in self.callbacks:
+            if callback.name in states:
+                callback.load_state_dict(states[callback.name])

@@ -1,0 +1,87 @@
+"""Every code block of the READMEs and guides runs: Python as it stands, shell line by line.
+
+Python blocks of one file share one process, in order, in an empty folder. Shell blocks run with
+`uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`, `uv sync`)
+or is this suite itself is not run again, and the quickstart is cut to a few steps: its full length has
+a test of its own (tests/system/test_quickstart.py).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/guides/*.md")]
+)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ELSEWHERE = ("pip install", "git clone", "uv sync", "pytest", "cd ", "make ")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+
+
+def run(command: list[str], folder: Path, timeout: int = 240) -> None:
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+
+
+def shell_lines(page: Path) -> list[str]:
+    lines: list[str] = []
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            text = line.partition(" # ")[0].strip()
+            parts = [part.strip().removeprefix("uv run ") for part in text.split("&&")]
+            parts = [part for part in parts if part and not part.startswith((*ELSEWHERE, "#"))]
+            lines += parts
+    return [
+        f"{line} --steps 12" if line.startswith("mcore-train quickstart") else line
+        for line in lines
+    ]
+
+
+def test_pages_were_found_and_have_code() -> None:
+    assert len(PAGES) >= 9
+    for page in PAGES:
+        assert blocks(page, "python") or blocks(page, "sh"), page
+        kinds = {kind for kind, _ in BLOCK.findall(page.read_text())}
+        assert kinds <= {"python", "sh", "text", "yaml"}, page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    code = blocks(page, "python")
+    if not code:
+        pytest.skip("no Python on this page")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(code))
+    run([sys.executable, str(script)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
+    lines = shell_lines(page)
+    if not lines:
+        pytest.skip("no commands to run on this page")
+    for line in lines:
+        run(["bash", "-euo", "pipefail", "-c", line], tmp_path)
