@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
+import signal
 import traceback
 from dataclasses import dataclass
 
@@ -14,6 +16,17 @@ _LOST = re.compile(
     r"|remote process exited|nccl (communicator|error)|no key .* in store|get store",
     re.IGNORECASE,
 )
+
+
+class RankDiedError(RuntimeError):
+    """The process of a rank ended in the middle of its work."""
+
+
+def how_ended(exitcode: int | None) -> str:
+    """Return a word for the exit code of a process, such as "SIGKILL" or "status 1"."""
+    if exitcode is None or exitcode >= 0:
+        return f"status {exitcode}"
+    return signal.Signals(-exitcode).name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +45,22 @@ class Failure:
     lost: bool
 
     @staticmethod
-    def of(error: BaseException, rank: int, size: int) -> Failure:
-        """Describe `error`, which rank `rank` of `size` raised."""
+    def of(error: BaseException, rank: int, size: int, *, lost: bool | None = None) -> Failure:
+        """Describe `error`, which rank `rank` of `size` raised; `lost` None: as its text says."""
         summary = f"{type(error).__name__}: {error}"
         try:
             pickled: bytes | None = pickle.dumps(error)
             pickle.loads(pickled or b"")  # an exception with its own __init__ may not come back
         except Exception:
             pickled = None
-        lost = isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
+        if lost is None:
+            lost = isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
         text = "".join(traceback.format_exception(error))
         return Failure(rank=rank, size=size, text=text, summary=summary, pickled=pickled, lost=lost)
+
+    def excused(self) -> Failure:
+        """Return this failure as one that only follows from something else."""
+        return dataclasses.replace(self, lost=True)
 
     def exception(self) -> BaseException:
         """Return what to raise: the error itself if possible, with a note that names the rank."""

@@ -4,6 +4,7 @@
 started once. `mcore_parallel.testing.plugin` has the pytest fixture `ranks`.
 """
 
-from mcore_parallel.testing.pool import RankDiedError, RankHungError, RankPool
+from mcore_parallel._failure import RankDiedError
+from mcore_parallel.testing.pool import RankHungError, RankPool
 
 __all__ = ["RankDiedError", "RankHungError", "RankPool"]

@@ -6,13 +6,10 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import os
 import pickle
 import signal
-import threading
 import warnings
 from dataclasses import dataclass
-from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +18,7 @@ import torch.distributed as dist
 
 from mcore_parallel import _torch
 from mcore_parallel._failure import Failure
+from mcore_parallel._process import die_with_parent, leave_world
 from mcore_parallel.testing._call import Call, Filter, use_warning_filters
 
 
@@ -47,8 +45,7 @@ def serve(pipe: Connection, stack_file: str) -> None:
     A rank that has succeeded stays in its world until it is told to leave: closing connections
     while another rank still reads from them could cost that rank its last bytes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    die_with_parent()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # torch's own objects: the collection after each job need not look at them
@@ -59,16 +56,9 @@ def serve(pipe: Connection, stack_file: str) -> None:
             while True:
                 message = pipe.recv_bytes()
                 if message == LEAVE:
-                    _leave_world()
+                    leave_world()
                 else:
                     pipe.send_bytes(_run(pickle.loads(message)))
-
-
-def _die_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _run(job: Job) -> bytes:
@@ -80,7 +70,7 @@ def _run(job: Job) -> bytes:
         reply = pickle.dumps((job.number, False, Failure.of(error, job.rank, job.world_size)))
     # The error, whose frames hold the job's groups, is gone: close its connections now, so that
     # ranks which wait for this one learn of it.
-    _leave_world()
+    leave_world()
     return reply
 
 
@@ -106,12 +96,3 @@ def _reset(device: str, rank: int) -> None:
     torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(rank)
-
-
-def _leave_world() -> None:
-    gc.collect()
-    if dist.is_initialized():
-        # After an error the other ranks may be gone already.
-        with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group()
-    gc.collect()

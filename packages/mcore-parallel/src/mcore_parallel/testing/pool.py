@@ -19,16 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mcore_parallel._failure import Failure, first_real
+from mcore_parallel._failure import Failure, RankDiedError, first_real, how_ended
+from mcore_parallel._process import kill_tree
 from mcore_parallel.testing._call import Call, warning_filters
 from mcore_parallel.testing._worker import LEAVE, Job, serve
 
 _FRAMES = 12  # innermost frames of a rank that hangs
 _GRACE = 5.0  # seconds that the other ranks have to notice that one has failed
-
-
-class RankDiedError(RuntimeError):
-    """A worker process ended in the middle of a job."""
 
 
 class RankHungError(TimeoutError):
@@ -115,7 +112,8 @@ class RankPool:
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         deadline = time.monotonic() + timeout
-        while self._busy:
+        died = False
+        while self._busy and not died:
             ranks = {self._workers[rank].pipe: rank for rank in self._busy}
             ready = connection.wait(list(ranks), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -127,7 +125,7 @@ class RankPool:
                 reply = self._receive(rank, size)
                 if isinstance(reply, RankDiedError):
                     failures.append(Failure.of(reply, rank, size))
-                    deadline = 0.0
+                    died = True
                     continue
                 self._busy.discard(rank)
                 answered, succeeded, value = reply
@@ -138,9 +136,9 @@ class RankPool:
                     failures.append(value)
                     deadline = min(deadline, time.monotonic() + _GRACE)
                     self._leave(results)
+        self._leave(results)
         if failures:
             raise first_real(failures).exception()
-        self._leave(results)
         return [results[rank] for rank in range(size)]
 
     def close(self) -> None:
@@ -175,8 +173,7 @@ class RankPool:
             return pickle.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
             worker.process.join(1.0)
-            code = worker.process.exitcode
-            how = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
+            how = how_ended(worker.process.exitcode)
             return RankDiedError(f"rank {rank} of {size} died ({how}) in the middle of its job")
 
     def _hung(self, size: int, timeout: float) -> RankHungError:
@@ -195,7 +192,7 @@ class RankPool:
 
     def _kill(self) -> None:
         for worker in self._workers:
-            worker.process.kill()
+            kill_tree(worker.process.pid)
         for worker in self._workers:
             worker.process.join()
             worker.process.close()

@@ -1,0 +1,182 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.testing import RankDiedError, RankHungError, RankPool
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def add(point: Point, step: int = 1) -> Point:
+    total = torch.tensor(float(dist.get_rank() + point.x))
+    dist.all_reduce(total)
+    return Point(int(total) + step)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int, kind: str) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(0.2)  # the others are waiting by now
+        if kind == "raise":
+            raise KeyError("missing thing")
+        if kind == "unpicklable":
+            raise Unpicklable("one", "two")
+        if kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exit":
+            os._exit(3)
+        if kind == "hang":
+            time.sleep(600)
+    dist.barrier()
+
+
+def warn() -> None:
+    if dist.get_rank() == 1:
+        warnings.warn("old spelling", DeprecationWarning, stacklevel=1)
+
+
+def fixed_state() -> tuple[float, int, bool, torch.dtype]:
+    value = float(torch.rand(()))
+    state = value, torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return state
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_results_come_back_by_rank_and_worlds_vary(ranks: RankPool) -> None:
+    assert ranks.run(dist.get_rank, 3) == [0, 1, 2]
+    assert ranks.run(add, 2, Point(1), step=5) == [Point(8)] * 2
+    assert ranks.run(add, 4, Point(0)) == [Point(7)] * 4
+    assert ranks.run(add, 1, Point(4)) == [Point(5)]
+
+
+def test_jobs_leave_neither_state_nor_connections_behind(ranks: RankPool) -> None:
+    assert ranks.run(fixed_state, 2) == ranks.run(fixed_state, 2)
+    before = ranks.run(open_files, 2)
+    for _ in range(5):
+        ranks.run(add, 2, Point(0))
+    after = ranks.run(open_files, 2)
+    assert all(b <= a + 1 for a, b in zip(before, after, strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("kind", ["raise", "unpicklable"])
+def test_first_real_error_is_raised_and_the_workers_live_on(ranks: RankPool, kind: str) -> None:
+    workers = ranks.run(pid, 3)
+    expected = KeyError if kind == "raise" else RuntimeError
+    with pytest.raises(expected, match=r"missing thing|rank 1 of 3: Unpicklable: onetwo") as caught:
+        ranks.run(fail_on, 3, 1, kind)
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 1 of 3" in notes
+    assert "in fail_on" in notes
+    assert ranks.run(pid, 3) == workers
+
+
+@pytest.mark.parametrize(("kind", "how"), [("die", "SIGKILL"), ("exit", "status 3")])
+def test_death_names_the_rank_and_the_next_job_has_new_workers(
+    ranks: RankPool, kind: str, how: str
+) -> None:
+    workers = ranks.run(pid, 2)
+    with pytest.raises(RankDiedError, match=rf"rank 1 of 2 died \({how}\)"):
+        ranks.run(fail_on, 2, 1, kind)
+    assert not set(ranks.run(pid, 2)) & set(workers)
+
+
+def test_hang_names_the_ranks_and_shows_where_they_stand(ranks: RankPool) -> None:
+    workers = ranks.run(pid, 3)
+    with pytest.raises(
+        RankHungError, match=r"ranks 0, 1, 2 of 3 did not finish within 2 s"
+    ) as info:
+        ranks.run(fail_on, 3, 1, "hang", timeout=2)
+    stacks = dict(zip(range(3), info.value.__notes__, strict=True))
+    assert "in barrier" in stacks[0]
+    assert "barrier" not in stacks[1]
+    assert "in fail_on" in stacks[1]
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+    assert ranks.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_warnings_of_a_rank_follow_the_filters_of_the_caller(ranks: RankPool) -> None:
+    with pytest.raises(DeprecationWarning, match="old spelling") as caught:
+        ranks.run(warn, 2)
+    assert "rank 1 of 2" in caught.value.__notes__[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "old sp", DeprecationWarning)
+        assert ranks.run(warn, 2) == [None, None]
+
+
+def test_what_cannot_be_sent_is_rejected_before_anything_runs(ranks: RankPool) -> None:
+    def local() -> None: ...
+
+    with pytest.raises(ValueError, match="local.* top level of its module"):
+        ranks.run(local, 2)
+    with pytest.raises(ValueError, match=r"9 ranks: this pool has 1 to 8"):
+        ranks.run(pid, 9)
+
+
+SCRIPT = """
+import os, sys, time
+from mcore_parallel.testing import RankPool
+
+def names() -> int:
+    return os.getpid()
+
+def wait(folder: str) -> None:
+    open(f"{folder}/{os.getpid()}", "w").close()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    pool = RankPool(2)
+    print(*pool.run(names, 2), flush=True)
+    if len(sys.argv) > 1:
+        pool.run(wait, 2, sys.argv[1])
+"""
+
+
+def test_workers_end_with_their_parent_even_when_it_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    started = tmp_path / "started"
+    started.mkdir()
+    command = [sys.executable, str(script), str(started)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        while len(list(started.iterdir())) < 2:
+            time.sleep(0.05)
+        parent.kill()
+    wait_until_gone(workers)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    limit = time.monotonic() + 20
+    while any(Path(f"/proc/{p}").exists() for p in pids):
+        assert time.monotonic() < limit, f"{pids} are still there"
+        time.sleep(0.05)
