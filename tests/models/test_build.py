@@ -97,6 +97,11 @@ def test_unknown_letters_are_refused_by_name() -> None:
         build_model(config, builders={"P": plain})
 
 
+def test_two_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer 2 would have two parts called 'mlp'"):
+        build_model(replace(LLAMA, pattern="*- *- -- *-"))  # type: ignore[arg-type]
+
+
 def test_unknown_buffers_are_refused_by_name() -> None:
     config = replace(LLAMA, pattern="B- *- *- *-")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'steps' of layers\.0\.mixer"):

@@ -197,6 +197,31 @@ def test_loss_counts_valid_tokens_over_the_global_batch() -> None:
         torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("tokens", [0, torch.tensor(0.0)])
+def test_a_batch_without_valid_tokens_has_loss_and_gradient_zero(tokens: float | Tensor) -> None:
+    model = build_model(LLAMA)
+    loss = model.loss(
+        labelled(tokens_like(1, 4), torch.zeros(1, 4)), counts=GlobalCounts(tokens=tokens)
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(gradient.any() for gradient in _gradients(model).values())
+
+
+def test_labels_under_the_mask_may_be_anything() -> None:
+    model = build_model(LLAMA)
+    tokens, mask = tokens_like(1, 4), torch.ones(1, 4)
+    mask[0, 2] = 0
+    batch = labelled(tokens, mask)
+    clean = model.loss(batch, counts=GlobalCounts(tokens=3))
+    assert batch.labels is not None
+    labels = batch.labels.clone()
+    labels[2] = -100
+    torch.testing.assert_close(
+        model.loss(replace(batch, labels=labels), counts=GlobalCounts(tokens=3)), clean
+    )
+
+
 def test_dropout_follows_key_and_row_only() -> None:
     model = build_model(replace(LLAMA, dropout=0.5))
     tokens = tokens_like(3, 8)

@@ -47,7 +47,8 @@ class RunningMean(nn.Module):
         summed = self.enter(hidden).unflatten(0, context.batch.uniform).cumsum(1)
         counts = torch.arange(1, summed.shape[1] + 1)[:, None]
         out: Tensor = self.leave((summed / counts).flatten(0, 1))
-        return out
+        assert context.dropout is not None
+        return context.dropout(out, "running mean")
 
 
 class ScaledMLP(nn.Module):

@@ -89,7 +89,7 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     """
     tp, cp = parallel.tp, parallel.cp
     if cp > 1:
-        raise ValueError(f"attention cannot split documents over cp={cp} ranks yet: use cp=1")
+        raise ValueError(f"attention cannot split documents over cp={cp} ranks: use cp=1")
     letters = set("".join(config.layer_pattern))
     counts: dict[str, tuple[int, Callable[[int, int], bool]]] = {}
     if "*" in letters:

@@ -153,8 +153,8 @@ class GPT(nn.Module):
         )
         if batch.loss_mask is not None:
             # Not a product: an unused position's loss may be infinite, and 0 · inf is NaN.
-            losses = losses.masked_fill(batch.loss_mask == 0, 0.0) * batch.loss_mask
-        return losses.sum() / counts.tokens
+            losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
+        return counts.mean(losses.sum())
 
     def specs(self) -> dict[str, ParamSpec]:
         """Layout, initial values and gradient synchronisation of every parameter here, by name.

@@ -120,6 +120,15 @@ class GlobalCounts:
 
     tokens: float | Tensor
 
+    def mean(self, total: Tensor) -> Tensor:
+        """`total`, a sum over some of the valid tokens, divided by their number in the batch.
+
+        0 when the whole batch has no valid token, where the sum is 0 as well.
+        """
+        if isinstance(self.tokens, Tensor):
+            return total / self.tokens.masked_fill(self.tokens == 0, 1)
+        return total / (self.tokens or 1)
+
 
 class KVCache(Protocol):
     """Where attention keeps the keys and values of earlier tokens while decoding.

@@ -3,6 +3,8 @@
 T tokens, H hidden; under sequence parallelism a rank holds the hidden states [T / tp, H].
 """
 
+from dataclasses import dataclass, replace
+
 from torch import Tensor, nn
 
 from mcore_models.common.attention import Attention
@@ -24,49 +26,85 @@ _PART_NAMES = {"*": "attention", "-": "mlp"}
 _SLOTS = (("input_norm", "mixer"), ("post_norm", "feed_forward"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A part and its norm by module name, and how the part is called."""
+
+    norm: str
+    part: str
+    takes_context: bool
+    sees_all_tokens: bool
+
+
 class Block(nn.Module):
     """hidden + part(norm(hidden)) for the mixer, then for the feed-forward: [T, H] to [T, H].
 
     The part of a built-in letter has its own name (`attention`, `mlp`); one of a builder is called
-    `mixer` or `feed_forward`, or what its attribute `part_name` says.
+    `mixer` or `feed_forward`, or what its attribute `part_name` says. Around a part that does not
+    declare `parallel = True`, hidden states cut by sequence parallelism are all-gathered over the
+    tensor-parallel group and cut again.
+
+    Raises:
+        ValueError: a letter that nothing builds, or two parts of one name.
     """
 
     def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
         self._group = build.tp
-        self._sequence_parallel = build.sequence_parallel
-        self._steps: list[tuple[str, str, bool]] = []
-        for letter, slot in zip(config.layer_pattern[layer_index], _SLOTS, strict=True):
-            if letter != NO_PART:
-                self._add_step(config, build, letter, slot)
+        letters = zip(config.layer_pattern[layer_index], _SLOTS, strict=True)
+        self._steps = [
+            self._add_step(config, build, letter, *slot)
+            for letter, slot in letters
+            if letter != NO_PART
+        ]
 
     def _add_step(
-        self, config: ModelConfig, build: BuildContext, letter: str, slot: tuple[str, str]
-    ) -> None:
-        norm_name, slot_name = slot
+        self, config: ModelConfig, build: BuildContext, letter: str, norm: str, slot: str
+    ) -> _Step:
         builder = find_builder(letter, self.layer_index, {**_BUILDERS, **build.builders})
         part = build_seeded(builder, config, build, self.layer_index, letter)
-        name = _PART_NAMES.get(letter) or str(getattr(part, "part_name", slot_name))
-        self.add_module(norm_name, build_norm(config, build, self.layer_index))
+        name = _PART_NAMES.get(letter) or str(getattr(part, "part_name", slot))
+        if hasattr(self, name):
+            raise ValueError(
+                f"layer {self.layer_index} would have two parts called {name!r}: "
+                f"give the one of letter {letter!r} another part_name"
+            )
+        self.add_module(norm, build_norm(config, build, self.layer_index))
         self.add_module(name, part)
-        if not getattr(part, "parallel", False):
-            # It will see all tokens on every rank: its gradients are whole, not shares of a sum.
+        parallel = bool(getattr(part, "parallel", False))
+        if not parallel:
+            # It runs alike on every rank: its gradients are whole, not shares of a sum.
             part.__dict__["grad_is_partial"] = False
-        self._steps.append((norm_name, name, wants_context(part)))
+        return _Step(
+            norm=norm,
+            part=name,
+            takes_context=wants_context(part),
+            sees_all_tokens=build.sequence_parallel and not parallel,
+        )
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """This layer's output, shaped like `hidden`."""
-        for norm_name, name, takes_context in self._steps:
-            part = self.get_submodule(name)
-            normed = self.get_submodule(norm_name)(hidden)
-            alone = not getattr(part, "parallel", False) and self._sequence_parallel
-            if alone:
+        for step in self._steps:
+            normed = self.get_submodule(step.norm)(hidden)
+            if step.sees_all_tokens:
                 normed = gather_from_group(normed, self._group, 0)
-            out: Tensor = part(normed, context) if takes_context else part(normed)
-            if alone:
+            out = self._call_part(step, normed, context)
+            if step.sees_all_tokens:
                 out = scatter_to_group(out, self._group, 0)
             if context.dropout is not None:
-                out = context.dropout(out, self.layer_index, name)
+                out = context.dropout(out, self.layer_index, step.part)
             hidden = hidden + out
         return hidden
+
+    def _call_part(self, step: _Step, normed: Tensor, context: TokenContext) -> Tensor:
+        part = self.get_submodule(step.part)
+        if not step.takes_context:
+            out: Tensor = part(normed)
+            return out
+        if step.sees_all_tokens and context.dropout is not None:
+            assert context.batch.rows is not None
+            dropout = replace(context.dropout, rows=context.batch.rows)
+            context = replace(context, dropout=dropout)
+        out = part(normed, context)
+        return out

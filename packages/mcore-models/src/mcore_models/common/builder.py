@@ -46,7 +46,8 @@ class Builder(Protocol):
     The module's `forward(hidden)` or `forward(hidden, context)` maps [T, H] to [T, H]; `context` is
     a `TokenContext`. A module that knows nothing of ranks sees all tokens of the micro-batch and
     runs alike on every tensor-parallel rank. One with the attribute `parallel = True` gets this
-    rank's hidden states ([T / tp, H] under sequence parallelism) and communicates itself.
+    rank's hidden states ([T / tp, H] under sequence parallelism) and communicates itself. Whatever
+    is random in a module must come from `context.dropout`, which is the same on every rank.
 
     Parameters made on `context.device` are filled by the model's own initialisation; parameters
     made on a real device (plain `nn.Linear(...)`) keep the values they were made with, and torch's
