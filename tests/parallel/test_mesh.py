@@ -3,7 +3,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.collectives import all_gather
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.testing import RankPool

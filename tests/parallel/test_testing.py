@@ -20,7 +20,7 @@ class Point:
     x: int
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
 
@@ -41,7 +41,7 @@ def fail_on(rank: int, kind: str) -> None:
         if kind == "raise":
             raise KeyError("missing thing")
         if kind == "unpicklable":
-            raise Unpicklable("one", "two")
+            raise UnpicklableError("one", "two")
         if kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "exit":
@@ -89,7 +89,9 @@ def test_jobs_leave_neither_state_nor_connections_behind(ranks: RankPool) -> Non
 def test_first_real_error_is_raised_and_the_workers_live_on(ranks: RankPool, kind: str) -> None:
     workers = ranks.run(pid, 3)
     expected = KeyError if kind == "raise" else RuntimeError
-    with pytest.raises(expected, match=r"missing thing|rank 1 of 3: Unpicklable: onetwo") as caught:
+    with pytest.raises(
+        expected, match=r"missing thing|rank 1 of 3: UnpicklableError: onetwo"
+    ) as caught:
         ranks.run(fail_on, 3, 1, kind)
     notes = "\n".join(caught.value.__notes__)
     assert "rank 1 of 3" in notes
@@ -135,7 +137,7 @@ def test_warnings_of_a_rank_follow_the_filters_of_the_caller(ranks: RankPool) ->
 def test_what_cannot_be_sent_is_rejected_before_anything_runs(ranks: RankPool) -> None:
     def local() -> None: ...
 
-    with pytest.raises(ValueError, match="local.* top level of its module"):
+    with pytest.raises(ValueError, match=r"local.* top level of its module"):
         ranks.run(local, 2)
     with pytest.raises(ValueError, match=r"9 ranks: this pool has 1 to 8"):
         ranks.run(pid, 9)

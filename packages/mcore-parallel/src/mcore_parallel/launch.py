@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel import _torch
+from mcore_parallel._call import Call
 from mcore_parallel._failure import Failure, RankDiedError, first_real, how_ended
 from mcore_parallel._process import die_with_parent, kill_tree, leave_world
 
@@ -133,6 +134,7 @@ def launch_local(
         raise ValueError(
             f"nproc = {nproc} is more than the {torch.cuda.device_count()} GPUs of this machine"
         )
+    call = Call.of(fn, args, {})
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mcore_parallel.launch"])
     folder = Path(tempfile.mkdtemp(prefix="mcore-launch-"))
@@ -149,7 +151,7 @@ def launch_local(
         with run.forwarding_signals():
             for rank in range(nproc):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_rank_main, args=(theirs, setting, rank, fn, args))
+                process = context.Process(target=_rank_main, args=(theirs, setting, rank, call))
                 process.start()
                 theirs.close()
                 run.add(process, ours)
@@ -170,9 +172,7 @@ class _Setting:
     threads: int
 
 
-def _rank_main(
-    pipe: Connection, setting: _Setting, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank_main(pipe: Connection, setting: _Setting, rank: int, call: Call) -> None:
     die_with_parent()
     torch.set_num_threads(setting.threads)
     try:
@@ -185,7 +185,7 @@ def _rank_main(
             world_size=setting.nproc,
             timeout=setting.timeout,
         )
-        reply = pickle.dumps((True, fn(*args)))
+        reply = pickle.dumps((True, call()))
     except BaseException as error:
         reply = pickle.dumps((False, Failure.of(error, rank, setting.nproc)))
         leave_world()

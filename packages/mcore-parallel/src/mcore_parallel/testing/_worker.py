@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel import _torch
+from mcore_parallel._call import Call, Filter, use_warning_filters
 from mcore_parallel._failure import Failure
 from mcore_parallel._process import die_with_parent, leave_world
-from mcore_parallel.testing._call import Call, Filter, use_warning_filters
 
 
 @dataclass(frozen=True, kw_only=True)

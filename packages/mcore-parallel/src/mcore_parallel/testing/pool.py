@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mcore_parallel._call import Call, warning_filters
 from mcore_parallel._failure import Failure, RankDiedError, first_real, how_ended
 from mcore_parallel._process import kill_tree
-from mcore_parallel.testing._call import Call, warning_filters
 from mcore_parallel.testing._worker import LEAVE, Job, serve
 
 _FRAMES = 12  # innermost frames of a rank that hangs
