@@ -82,7 +82,7 @@ def gradients(layer: nn.Module, prefix: str, group: Group) -> list[tuple[str, Bo
         for sync in specs[name].grad_sync:
             flat[sync.start : sync.stop] = all_reduce(flat[sync.start : sync.stop], sync.group)
         for fragment, view in specs[name].layout.views(param.grad):
-            result.append((fragment.name, fragment.box, view.clone()))
+            result.append((fragment.name, fragment.box, view.cpu().clone()))
     return result
 
 
@@ -123,9 +123,9 @@ def column(case: Case) -> Seen:
     loss.backward()
     assert x.grad is not None
     return Seen(
-        y=y.detach(),
-        bias=None if bias is None else bias.detach(),
-        dx=x.grad,
+        y=y.detach().cpu(),
+        bias=None if bias is None else bias.detach().cpu(),
+        dx=x.grad.cpu(),
         grads=gradients(layer, prefix, group),
     )
 
@@ -147,11 +147,17 @@ def row(case: Case) -> Seen:
     (used * my_rows(data("dy", *case.shape, IN), group, case.sequence_parallel)).sum().backward()
     assert x.grad is not None
     return Seen(
-        y=y.detach(),
-        bias=None if bias is None else bias.detach(),
-        dx=x.grad,
+        y=y.detach().cpu(),
+        bias=None if bias is None else bias.detach().cpu(),
+        dx=x.grad.cpu(),
         grads=gradients(layer, "a.down", group),
     )
+
+
+def on_gpu(layer: str, case: Case) -> Seen:
+    with torch.device("cuda"):
+        seen: Seen = {"column": column, "row": row}[layer](case)
+    return seen
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -267,6 +273,22 @@ def test_row_equals_dense(ranks: RankPool, case: Case, size: int) -> None:
         parallel = case.options.get("input_is_parallel", True)
         same(one.dx, x.grad.chunk(size, dim=-1)[rank] if parallel else x.grad)
     check_grads(seen, {"a.down.weight": weight, "a.down.bias": bias})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [PLAIN, SEQUENCE, Case(kv_heads=1)], ids=["plain", "sp", "qkv"])
+def test_gpus_equal_the_cpu(ranks: RankPool, case: Case) -> None:
+    size = next(n for n in (4, 2, 1) if n <= torch.cuda.device_count())
+    layers = {"column": column} if case.kv_heads else {"column": column, "row": row}
+    for name, body in layers.items():
+        expected = ranks.run(body, size, case)
+        for a, b in zip(ranks.run(on_gpu, size, name, case, device="cuda"), expected, strict=True):
+            same(a.y, b.y)
+            same(a.dx, b.dx)
+            for (one, _, grad), (other, _, expected_grad) in zip(a.grads, b.grads, strict=True):
+                assert one == other
+                same(grad, expected_grad)
 
 
 def test_layouts_of_any_tp_are_known_without_processes() -> None:

@@ -112,16 +112,21 @@ def run_model(case: Case) -> Seen:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert not specs[name].grad_sync
-        padding.append(param.grad[real:].clone())
+        padding.append(param.grad[real:].cpu().clone())
         for fragment, view in specs[name].layout.views(param.grad):
-            grads.append((fragment.name, fragment.box, view.clone()))
+            grads.append((fragment.name, fragment.box, view.cpu().clone()))
     return Seen(
-        loss=loss.detach(),
-        logits=gather_logits(logits, group, vocab_size=case.vocab).detach(),
+        loss=loss.detach().cpu(),
+        logits=gather_logits(logits, group, vocab_size=case.vocab).detach().cpu(),
         local_rows=logits.shape[1],
         padding_grads=padding,
         grads=grads,
     )
+
+
+def run_model_on_gpu(case: Case) -> Seen:
+    with torch.device("cuda"):
+        return run_model(case)
 
 
 def whole(name: str, init: Init, *shape: int) -> Tensor:
@@ -177,6 +182,21 @@ def test_loss_and_gradients_equal_dense_and_padding_gets_none(
             torch.testing.assert_close(grad, expected[box.slices], rtol=1e-11, atol=1e-12)
             found.add(name)
     assert found == set(params) - ({"lm_head.weight"} if case.tied else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["7-multiple", "7-tied-sequence-smooth"])
+def test_gpus_equal_the_cpu(ranks: RankPool, name: str) -> None:
+    size = next(n for n in (4, 2, 1) if n <= torch.cuda.device_count())
+    expected = ranks.run(run_model, size, CASES[name])
+    seen = ranks.run(run_model_on_gpu, size, CASES[name], device="cuda")
+    for a, b in zip(seen, expected, strict=True):
+        torch.testing.assert_close(a.loss, b.loss)
+        torch.testing.assert_close(a.logits, b.logits)
+        for (one, _, grad), (other, _, expected_grad) in zip(a.grads, b.grads, strict=True):
+            assert one == other
+            torch.testing.assert_close(grad, expected_grad)
 
 
 @pytest.mark.parametrize(
