@@ -127,8 +127,8 @@ class AttentionOp(Protocol):
         itself included, in the causal case. `scale` defaults to D^-½.
 
         lse is the natural log of the sum of exp of the scaled, visible scores, in the
-        accumulation dtype; every implementation returns it. A query that sees no key has out 0,
-        lse -inf and no gradient.
+        accumulation dtype (to four digits for 16-bit inputs); every implementation returns it.
+        A query that sees no key has out 0, lse -inf and no gradient.
         """
 
     def backward(

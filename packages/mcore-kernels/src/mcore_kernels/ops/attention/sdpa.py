@@ -16,6 +16,9 @@ from torch import Tensor
 from mcore_kernels.ops.attention.base import Visibility
 from mcore_kernels.ops.attention.packed import PackedAttention
 
+_VECTOR = 16
+"""Over fewer keys than this the kernel's maximum passes over NaN: such a query would give 0."""
+
 
 class SdpaAttention(PackedAttention):
     """One kernel call per run of equally long segments; memory grows with lq + lk.
@@ -33,7 +36,12 @@ class SdpaAttention(PackedAttention):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             qh, kh, vh, 0.0, causal, attn_mask=bias, scale=visibility.scale
         )
-        return out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
+        out, lse = out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2)
+        if k.shape[1] < _VECTOR:
+            broken = q.isnan().any(-1)
+            out = out.masked_fill(broken.unsqueeze(-1), torch.nan)
+            lse = lse.masked_fill(broken, torch.nan)
+        return out, lse
 
     def backward_block(
         self,
@@ -76,7 +84,9 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+    # The kernel takes it for granted that the last dim lies in one piece; it does not check.
+    x = x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bias(q: Tensor, k: Tensor, visibility: Visibility) -> tuple[bool, Tensor | None]:

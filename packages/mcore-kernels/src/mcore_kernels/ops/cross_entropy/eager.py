@@ -51,7 +51,7 @@ class EagerVocabLoss(ReferenceVocabLoss):
         if logits.shape[1] == 0:
             return
         column, here = local_columns(labels, logits.shape[1])
-        at_label = (here * -on_target).to(maximum.dtype)
+        at_label = here.to(maximum.dtype).mul_(-on_target)
         for rows, shifted in _shifted(logits, maximum):
             softmax = shifted.exp_().div_(sum_exp[rows].unsqueeze(1))
             softmax.scatter_add_(1, column[rows].unsqueeze(1), at_label[rows].unsqueeze(1))

@@ -55,7 +55,8 @@ class ReferenceVocabLoss:
         shifted = logits.to(maximum.dtype) - maximum.unsqueeze(1)
         softmax = shifted.exp_().div_(sum_exp.unsqueeze(1))
         column, here = local_columns(labels, logits.shape[1])
-        softmax.scatter_add_(1, column.unsqueeze(1), (here * -on_target).to(softmax).unsqueeze(1))
+        at_label = here.to(softmax.dtype).mul_(-on_target)
+        softmax.scatter_add_(1, column.unsqueeze(1), at_label.unsqueeze(1))
         if on_all:
             softmax.sub_(on_all)
         out.copy_(softmax.mul_(grad.unsqueeze(1)))

@@ -37,7 +37,7 @@ class _RmsNorm(torch.autograd.Function):
         normed = x.to(wide) * rstd
         dy = grads[0].to(wide)
         product = dy * normed
-        dweight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        dweight = product.view(-1, x.shape[-1]).sum(0).to(weight.dtype)
         # dx = rstd · (dy·w - x̂ · mean(dy·w·x̂))
         mean = (product @ weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
         dx = (dy * weight).addcmul_(normed, mean, value=-1).mul_(rstd)

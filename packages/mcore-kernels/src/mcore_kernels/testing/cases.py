@@ -1,0 +1,304 @@
+"""The arguments on which implementations are compared, in float64; the suite casts them.
+
+Odd sizes, large values, nothing at all, tensors that do not lie in one piece, and NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Make = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Arguments of one call.
+
+    Attributes:
+        name: what is special about it.
+        arguments: by parameter name; float tensors are float64 and get cast to the dtype tested.
+        grads: names of the arguments whose gradients are compared.
+        fixed: names of the float tensors that stay float32 whatever the dtype tested.
+        slack: how many times the usual tolerance is granted.
+        floor: size of the numbers that cancel in the results, so that rounding shows.
+        expanded: the gradient of the output is one number expanded, as `sum().backward()` gives.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    grads: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+    slack: float = 1.0
+    floor: float = 0.0
+    expanded: bool = False
+
+
+def cases(op: str, *, seed: int = 0) -> list[Case]:
+    """The cases of an operator; the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    return list(_CASES[op](make))
+
+
+def scattered(x: Tensor) -> Tensor:
+    """Equal to x, but neither its rows nor its columns are neighbours in memory."""
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
+    view = wide[..., 1::2]
+    view.copy_(x)
+    return view
+
+
+def slice_of_rows(x: Tensor) -> Tensor:
+    """Equal to x, a slice of the columns of a wider tensor."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    view = wide[..., 1:-2]
+    view.copy_(x)
+    return view
+
+
+def _with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.view(-1)[x.numel() // 2] = torch.nan
+    return x
+
+
+def _linear(make: Make) -> Iterator[Case]:
+    def case(name: str, x: Tensor, out: int, bias: bool = True, **more: Any) -> Case:
+        weight = make(out, x.shape[1])
+        return Case(
+            name=name,
+            arguments={"x": x, "weight": weight, "bias": make(out) if bias else None},
+            grads=("x", "weight", "bias") if bias else ("x", "weight"),
+            **more,
+        )
+
+    yield case("plain", make(32, 48), 24, bias=False)
+    yield case("odd sizes with bias", make(13, 7), 11)
+    yield case("one element", make(1, 1), 1)
+    yield case("no tokens", make(0, 7), 5)
+    yield case("no outputs", make(3, 7), 0)
+    yield case("scattered", scattered(make(13, 7)), 11)
+    yield case("expanded gradient", make(13, 7), 11, expanded=True)
+    yield case("large values", make(9, 33, scale=1e3), 5)
+    yield case("NaN", _with_nan(make(9, 33)), 5)
+
+
+def _norm_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    yield "plain", make(6, 64), {}
+    yield "odd sizes", make(13, 37), {}
+    yield "leading dims", make(2, 3, 5, 20), {}
+    yield "one vector", make(8), {}
+    yield "many short rows", make(150, 5), {}
+    yield "one element", make(1, 1), {"floor": 1.0}  # its gradient is a difference of equals
+    yield "no rows", make(0, 37), {}
+    yield "scattered", scattered(make(5, 37)), {}
+    yield "slice of rows", slice_of_rows(make(5, 37)), {}
+    yield "transposed", make(37, 5).t(), {}
+    yield "expanded gradient", make(5, 37), {"expanded": True}
+    yield "large values", make(5, 37, scale=1e3), {}
+    yield "small values", make(5, 37, scale=1e-3), {}
+    yield "wide rows", make(3, 1100), {}
+    yield "NaN", _with_nan(make(5, 37)), {}
+
+
+def _rms_norm(make: Make) -> Iterator[Case]:
+    for name, x, more in _norm_inputs(make):
+        arguments = {"x": x, "weight": make(x.shape[-1]), "eps": 1e-5}
+        yield Case(name=name, arguments=arguments, grads=("x", "weight"), **more)
+    arguments = {"x": make(9, 24), "weight": make(24), "eps": 1e-6}
+    yield Case(name="float32 weight", arguments=arguments, grads=("x", "weight"), fixed=("weight",))
+
+
+def _layer_norm(make: Make) -> Iterator[Case]:
+    for name, x, more in _norm_inputs(make):
+        if x.shape[-1] > 1:  # one element less its mean is nothing but rounding
+            size = x.shape[-1]
+            arguments = {"x": x, "weight": make(size), "bias": make(size), "eps": 1e-5}
+            yield Case(name=name, arguments=arguments, grads=("x", "weight", "bias"), **more)
+    arguments = {"x": make(9, 24), "weight": make(24), "bias": None, "eps": 1e-6}
+    yield Case(name="no bias", arguments=arguments, grads=("x", "weight"))
+    arguments = {"x": make(9, 24), "weight": make(24), "bias": make(24), "eps": 1e-6}
+    yield Case(
+        name="float32 weight",
+        arguments=arguments,
+        grads=("x", "weight", "bias"),
+        fixed=("weight", "bias"),
+    )
+
+
+def _elementwise_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    yield "plain", make(6, 64), {}
+    yield "odd sizes", make(13, 2 * 37), {}
+    yield "leading dims", make(2, 3, 5, 6), {}
+    yield "smallest", make(1, 2), {}
+    yield "no rows", make(0, 8), {}
+    yield "no columns", make(4, 0), {}
+    yield "scattered", scattered(make(5, 22)), {}
+    yield "slice of rows", slice_of_rows(make(5, 22)), {}
+    yield "transposed", make(22, 5).t(), {}
+    yield "expanded gradient", make(5, 22), {"expanded": True}
+    yield "large values", make(5, 22, scale=100.0), {}
+    yield "wide rows", make(3, 2 * 1100), {}
+    yield "NaN", _with_nan(make(5, 22)), {}
+
+
+def _swiglu(make: Make) -> Iterator[Case]:
+    for name, x, more in _elementwise_inputs(make):
+        yield Case(name=name, arguments={"gate_up": x}, grads=("gate_up",), **more)
+
+
+def _gelu(make: Make) -> Iterator[Case]:
+    for approximate in ("none", "tanh"):
+        for name, x, more in _elementwise_inputs(make):
+            arguments = {"x": x, "approximate": approximate}
+            yield Case(
+                name=f"{name}, {approximate}", arguments=arguments, grads=("x",), slack=4.0, **more
+            )
+
+
+def _rope(make: Make) -> Iterator[Case]:
+    def case(name: str, q: Tensor, k: Tensor, rotary: int, **more: Any) -> Iterator[Case]:
+        angle = make(q.shape[0], rotary // 2, scale=3.0)
+        for interleaved in (False, True):
+            arguments = {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
+            yield Case(
+                name=f"{name}, interleaved" if interleaved else name,
+                arguments={**arguments, "interleaved": interleaved},
+                grads=("q", "k"),
+                fixed=("cos", "sin"),
+                **more,
+            )
+
+    yield from case("plain", make(9, 4, 16), make(9, 2, 16), 16)
+    yield from case("partial", make(7, 3, 20), make(7, 1, 20), 12)
+    yield from case("smallest", make(1, 1, 2), make(1, 1, 2), 2)
+    yield from case("no tokens", make(0, 2, 8), make(0, 1, 8), 8)
+    yield from case("scattered", scattered(make(5, 2, 10)), scattered(make(5, 2, 10)), 10)
+    qkv = make(6, 4, 8)
+    yield from case("parts of one tensor", qkv[:, :3], qkv[:, 3:], 8)
+    yield from case("expanded gradient", make(5, 2, 8), make(5, 1, 8), 4, expanded=True)
+    yield from case("NaN", _with_nan(make(5, 2, 8)), make(5, 2, 8), 6)
+
+
+def _attention(make: Make) -> Iterator[Case]:
+    def case(
+        name: str,
+        lengths_q: list[int],
+        lengths_k: list[int] | None = None,
+        *,
+        heads: tuple[int, int] = (2, 2),
+        sizes: tuple[int, int] = (8, 8),
+        spare: int = 0,
+        change: Callable[[Tensor], Tensor] = lambda x: x,
+        scale: float = 1.0,
+        arguments: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Case:
+        lengths_k = lengths_q if lengths_k is None else lengths_k
+        rows_q, rows_k = sum(lengths_q) + spare, sum(lengths_k) + spare
+        return Case(
+            name=name,
+            arguments={
+                "q": change(make(rows_q, heads[0], sizes[0], scale=scale)),
+                "k": change(make(rows_k, heads[1], sizes[0])),
+                "v": change(make(rows_k, heads[1], sizes[1])),
+                "cu_seqlens_q": _ends(lengths_q),
+                "cu_seqlens_k": _ends(lengths_k),
+                "max_seqlen_q": max(lengths_q, default=0),
+                "max_seqlen_k": max(lengths_k, default=0),
+                **(arguments or {}),
+            },
+            grads=("q", "k", "v"),
+            floor=1.0,
+            **more,
+        )
+
+    ragged = [5, 1, 0, 7, 7, 3]
+    yield case("uniform", [8, 8], arguments={"uniform": (2, 8)})
+    yield case("uniform, not causal", [8, 8], arguments={"uniform": (2, 8), "causal": False})
+    yield case("uniform window", [9], arguments={"uniform": (1, 9), "window": 3})
+    yield case("longer than a block", [70], heads=(1, 1))
+    yield case("ragged", ragged)
+    yield case("ragged, not causal", ragged, arguments={"causal": False})
+    yield case("ragged window", ragged, arguments={"window": 2})
+    yield case("window, not causal", ragged, arguments={"window": 3, "causal": False})
+    yield case("window of one", ragged, arguments={"window": 1})
+    yield case("window wider than all", ragged, arguments={"window": 99})
+    yield case("grouped heads", ragged, heads=(6, 2))
+    yield case("one kv head", [4, 6], heads=(3, 1), sizes=(16, 16))
+    yield case("wider values", ragged, sizes=(8, 24))
+    yield case("narrower values, odd sizes", ragged, sizes=(13, 5))
+    yield case("decoding", [1, 1, 1], [9, 4, 1], heads=(4, 2))
+    yield case("decoding in a window", [1, 1, 1], [9, 4, 1], arguments={"window": 4})
+    yield case("prefill behind a cache", [3, 4, 2], [9, 4, 7])
+    yield case("behind a cache, in a window", [3, 4], [9, 6], arguments={"window": 3})
+    yield case("more queries than keys", [5, 3], [2, 0])
+    yield case("more queries, window", [7], [2], arguments={"window": 2, "causal": False})
+    yield case("rows of no segment", [3, 4], spare=2)
+    yield case("own scale", [6], arguments={"scale": 0.3})
+    yield case("parts of one tensor", [4, 5], change=slice_of_rows)
+    yield case("scattered", [4, 5], change=scattered)
+    yield case("expanded gradient", [4, 5], expanded=True)
+    yield case("no segment", [])
+    yield case("empty segments", [0, 0])
+    yield case("sharp scores", [12], scale=20.0, slack=16.0)
+    nan = case("NaN", [6])
+    yield Case(
+        name="NaN",
+        arguments={**nan.arguments, "q": _with_nan(nan.arguments["q"])},
+        grads=(),
+    )
+
+
+def _ends(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _cross_entropy(make: Make) -> Iterator[Case]:
+    def case(name: str, logits: Tensor, cuts: list[int], smoothing: float = 0.0) -> Case:
+        size = logits.shape[1]
+        on_all = smoothing / (size - 1)
+        return Case(
+            name=name,
+            arguments={
+                "logits": logits,
+                "labels": torch.arange(logits.shape[0]) * 7 % size,
+                "cuts": cuts,
+                "on_target": 1.0 - smoothing - on_all,
+                "on_all": on_all,
+            },
+            grads=(),
+        )
+
+    yield case("one shard", make(9, 31), [])
+    yield case("two shards", make(9, 31), [16])
+    yield case("uneven shards, one of them empty", make(9, 31), [4, 4, 19])
+    yield case("smoothing", make(9, 31), [16], 0.1)
+    yield case("large logits", make(9, 31, scale=1e3), [16], 0.1)
+    yield case("one column each", make(5, 3), [1, 2])
+    yield case("no tokens", make(0, 31), [16])
+    yield case("scattered", scattered(make(9, 31)), [16], 0.1)
+    masked = make(9, 31)
+    masked[:, 5] = -torch.inf
+    yield case("a class ruled out", masked, [16])
+    yield case("NaN", _with_nan(make(9, 31)), [16])
+
+
+_CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
+    "linear": _linear,
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "swiglu": _swiglu,
+    "gelu": _gelu,
+    "rope": _rope,
+    "attention": _attention,
+    "cross_entropy": _cross_entropy,
+}

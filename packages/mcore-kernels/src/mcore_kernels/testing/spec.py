@@ -1,0 +1,113 @@
+"""Every operator once more, written as its formula: slow, obvious, and independent of `ops`.
+
+They are run in float64, with gradients by torch's autograd, and are what implementations (the
+references too) are compared with. Shapes as in `mcore_kernels.protocols`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b."""
+    y = torch.einsum("ti,oi->to", x, weight)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · w."""
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) · w + b."""
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate · σ(gate) · up."""
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    return gate * torch.sigmoid(gate) * up
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x Φ(x), or the tanh formula."""
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * torch.erfc(-x / math.sqrt(2))
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Pairs as complex numbers, times exp(i · angle)."""
+    half = cos.shape[-1]
+    turn = torch.complex(cos, sin).unsqueeze(1)
+
+    def turned(x: Tensor) -> Tensor:
+        if interleaved:
+            first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        else:
+            first, second = x[..., :half], x[..., half : 2 * half]
+        z = torch.complex(first, second) * turn
+        pairs = (z.real, z.imag)
+        head = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+        return torch.cat((head, x[..., 2 * half :]), -1)
+
+    return turned(q), turned(k)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    differentiable_lse: bool = False,
+    **hints: object,
+) -> tuple[Tensor, Tensor]:
+    """Query by query: softmax over the visible keys; `hints` (lengths, uniform) are not needed."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out = [q.new_zeros(q.shape[1], v.shape[2]) for _ in range(q.shape[0])]
+    lse = [q.new_full((q.shape[1],), -torch.inf) for _ in range(q.shape[0])]
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for n in range(len(ends_q) - 1):
+        lq, lk = ends_q[n + 1] - ends_q[n], ends_k[n + 1] - ends_k[n]
+        for i in range(lq):
+            p = i + lk - lq
+            after = lk if not causal else p + 1
+            before = 0
+            if window is not None:
+                after, before = min(after, p + window), max(0, p - window + 1)
+            seen = slice(ends_k[n] + before, ends_k[n] + max(before, min(after, lk)))
+            if seen.start < seen.stop:
+                row = ends_q[n] + i
+                scores = torch.einsum("qd,lqd->lq", q[row], k[seen]) * scale
+                out[row] = torch.einsum("lq,lqd->qd", scores.softmax(0), v[seen])
+                lse[row] = scores.logsumexp(0)
+    if not out:
+        nothing = q.sum(-1)
+        return nothing.unsqueeze(-1).expand(0, q.shape[1], v.shape[2]), nothing.detach()
+    all_lse = torch.stack(lse)
+    return torch.stack(out), all_lse if differentiable_lse else all_lse.detach()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, on_target: float, on_all: float) -> Tensor:
+    """-Σ_j weight_j · log softmax_j, over the whole vocabulary: per-token loss [T]."""
+    logits = logits - logits.detach().amax(-1, keepdim=True)  # keeps digits, changes nothing
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    loss = -on_target * log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return loss - on_all * log_p.sum(-1) if on_all else loss  # 0 · inf is NaN
