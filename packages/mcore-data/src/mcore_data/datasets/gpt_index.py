@@ -1,0 +1,146 @@
+"""Which tokens make up sample i of a GPT dataset: three index arrays, in vectorised numpy.
+
+The documents, repeated once per epoch and shuffled, form one stream of tokens that is cut into
+samples of equal length; the samples are then shuffled. The construction, and so the order of
+samples for a given seed, is the reference's.
+
+E epochs, D documents of the split, N samples.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# When the last epoch gives fewer than this part of an epoch's samples, it is shuffled apart, so
+# that no sample of the last epoch comes before the earlier epochs are finished.
+_SEPARATE_BELOW: Final = 0.80
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GPTIndex:
+    """The index arrays.
+
+    Attributes:
+        documents: order of the documents, int32 [E * D], entries are sequence numbers.
+        samples: where each sample starts, [N + 1, 2]: position in `documents` and token
+            offset in that document; sample i ends where i + 1 starts.
+        shuffle: sample shown as the i-th, uint32 [N] (int64 when N needs it).
+
+    """
+
+    documents: NDArray[np.int32]
+    samples: NDArray[np.integer[Any]]
+    shuffle: NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    num_epochs: int
+    separate_last: bool
+    num_before_last: int  # samples that end before the last epoch does begin to matter
+
+
+def _plan(epoch_tokens: int, seq_length: int, num_samples: int | None, extra: int) -> _Plan:
+    if num_samples is None:
+        num_epochs = 1
+    else:
+        num_epochs = max(1, -(-(num_samples * seq_length + extra) // epoch_tokens))
+    if num_epochs == 1 or num_samples is None:
+        return _Plan(num_epochs=1, separate_last=False, num_before_last=0)
+    before = ((num_epochs - 1) * epoch_tokens - extra) // seq_length
+    per_epoch = (epoch_tokens - extra) // seq_length
+    separate = num_samples - before < int(_SEPARATE_BELOW * per_epoch)
+    return _Plan(num_epochs=num_epochs, separate_last=separate, num_before_last=before)
+
+
+def _document_order(
+    documents: NDArray[np.int32], plan: _Plan, rng: np.random.RandomState
+) -> NDArray[np.int32]:
+    parts = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
+    orders = []
+    for epochs in parts:
+        order = np.tile(documents, epochs)
+        rng.shuffle(order)
+        orders.append(order)
+    return np.concatenate(orders)
+
+
+def _sample_starts(
+    lengths: NDArray[np.int64], seq_length: int, extra: int, drop_last: bool
+) -> NDArray[np.integer[Any]]:
+    """Cut the stream whose documents have `lengths` [E * D] at every multiple of seq_length."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    num = (total - extra) // seq_length if drop_last else -(-(total - extra) // seq_length)
+    cuts = np.arange(num + 1, dtype=np.int64) * seq_length
+    cuts[-1] = min(cuts[-1], total - extra)
+    # With the extra token a boundary names the token that two samples share; without it, it
+    # lies behind the last token of the sample before, in that token's document.
+    position = np.searchsorted(ends, cuts, side="right" if extra else "left")
+    position[0] = 0
+    dtype = np.int32 if len(lengths) <= np.iinfo(np.int32).max else np.int64
+    starts = np.empty((num + 1, 2), dtype)
+    starts[:, 0] = position
+    starts[:, 1] = cuts - (ends[position] - lengths[position])
+    starts[0, 1] = 0
+    return starts
+
+
+def _shuffled(num: int, first: int, rng: np.random.RandomState) -> NDArray[np.integer[Any]]:
+    """Shuffle 0 to `first` and `first` to `num` apart (`first` = `num`: everything at once)."""
+    dtype = np.uint32 if num < np.iinfo(np.uint32).max - 1 else np.int64
+    order: NDArray[np.integer[Any]] = np.arange(num).astype(dtype)
+    rng.shuffle(order[:first])
+    if first < num:
+        rng.shuffle(order[first:])
+    return order
+
+
+def build_gpt_index(
+    lengths: NDArray[np.integer[Any]],
+    documents: NDArray[np.integer[Any]],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    extra_token: bool = True,
+    drop_last: bool = True,
+) -> GPTIndex:
+    """Build the index arrays; a pure function of its arguments.
+
+    Args:
+        lengths: tokens of every sequence of the file [*].
+        documents: sequence numbers of the split [D].
+        seq_length: tokens of a sample.
+        num_samples: least number of samples, by as many epochs as it takes; None: one epoch.
+        seed: of numpy's RandomState, whose stream is frozen.
+        extra_token: a sample has seq_length + 1 tokens and shares the last with the next, so
+            that every position has a label.
+        drop_last: leave out the last sample when it is shorter than the others.
+
+    Raises:
+        ValueError: when the documents have no tokens, or fewer than one sample needs.
+
+    """
+    if seq_length < 1 or (num_samples is not None and num_samples < 1):
+        raise ValueError(
+            f"seq_length {seq_length} and num_samples {num_samples} must be at least 1"
+        )
+    chosen = np.asarray(documents, np.int32)
+    epoch_tokens = int(lengths[chosen].sum(dtype=np.int64))
+    extra = int(extra_token)
+    least = seq_length + extra if num_samples is None and drop_last else 1 + extra
+    if epoch_tokens < least:
+        raise ValueError(
+            f"{len(chosen)} documents with {epoch_tokens} tokens hold no sample of seq_length "
+            f"{seq_length}, which takes {least}"
+        )
+    rng = np.random.RandomState(seed)
+    plan = _plan(epoch_tokens, seq_length, num_samples, extra)
+    order = _document_order(chosen, plan, rng)
+    starts = _sample_starts(lengths[order].astype(np.int64), seq_length, extra, drop_last)
+    num = len(starts) - 1
+    shuffle = _shuffled(num, plan.num_before_last if plan.separate_last else num, rng)
+    return GPTIndex(documents=order, samples=starts, shuffle=shuffle)

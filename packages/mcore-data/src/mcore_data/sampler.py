@@ -1,0 +1,96 @@
+"""Which samples a training step sees: a pure function of the seed and the samples consumed."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_ROUNDS: Final = 8
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit words (the finaliser of splitmix64, Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def shuffled_order(
+    positions: ArrayLike, *, num_samples: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Return the sample shown at each of `positions` (0 to num_samples - 1) of an epoch, int64.
+
+    For a fixed seed and epoch this is a permutation of 0 to num_samples - 1. It is computed
+    entry by entry (a keyed Feistel network over the next power of four, walked until it lands
+    below num_samples; Black and Rogaway 2002), so it needs no memory, starts anywhere at once,
+    and depends on no library's random stream.
+    """
+    x = np.array(positions, np.uint64)
+    if x.size and int(x.max()) >= num_samples:
+        raise ValueError(f"position {x.max()} lies outside an epoch of {num_samples} samples")
+    bits = np.uint64(max(1, -(-(num_samples - 1).bit_length() // 2)))
+    low = (np.uint64(1) << bits) - np.uint64(1)
+    words = np.array([seed % 2**64, epoch], np.uint64)
+    base = _mix(_mix(words[:1]) + words[1:])
+    rounds: NDArray[np.uint64] = np.arange(_ROUNDS, dtype=np.uint64)
+    keys = _mix(base + rounds)
+    todo = np.ones(x.shape, bool)
+    while todo.any():
+        left, right = x[todo] >> bits, x[todo] & low
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & low)
+        x[todo] = (left << bits) | right
+        todo = x >= num_samples
+    return x.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BatchSampler:
+    """The order in which samples are consumed, over as many epochs as are asked for.
+
+    Epoch after epoch forms one endless stream; a batch is the next stretch of it, so a batch
+    may end one epoch and begin the next, and no sample is left out. There is no state:
+    resuming, with any number of ranks, is calling `batch` with the samples consumed so far.
+
+    Args:
+        num_samples: samples in an epoch.
+        global_batch_size: samples in a batch, over all ranks.
+        seed: seed of the shuffle.
+        shuffle: show every epoch in another order; otherwise in the order of the dataset
+            (right for `GPTDataset`, whose samples are shuffled already).
+
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, the least is 1")
+
+    def take(self, consumed: int, count: int) -> NDArray[np.int64]:
+        """Return the ids of the `count` samples after the first `consumed`, int64 [count]."""
+        if consumed < 0 or count < 0:
+            raise ValueError(f"consumed {consumed} and count {count} must be at least 0")
+        places = np.arange(consumed, consumed + count, dtype=np.int64)
+        epochs, positions = np.divmod(places, self.num_samples)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                positions[here] = shuffled_order(
+                    positions[here], num_samples=self.num_samples, seed=self.seed, epoch=int(epoch)
+                )
+        return positions
+
+    def batch(self, consumed: int) -> NDArray[np.int64]:
+        """Return the sample ids of the batch after `consumed` samples, int64 [global batch]."""
+        return self.take(consumed, self.global_batch_size)
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be equal for two runs to consume the same stream, JSON-able."""
+        return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}

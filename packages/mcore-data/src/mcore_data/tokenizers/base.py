@@ -1,0 +1,133 @@
+"""What a tokenizer is, and how one is kept in a directory."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+CONFIG_FILE: Final = "tokenizer_config.json"
+_FORMAT: Final = "mcore-tokenizer"
+_VERSION: Final = 1
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids and back.
+
+    Special ids are None where the tokenizer has none: nobody may assume one. `eod_id` ends a
+    document in a corpus, `eos_id` ends a text; often they are one. Implementations are
+    picklable, since preprocessing sends them to worker processes.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows: every id lies below it."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a text."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id that ends a text."""
+        ...
+
+    @property
+    def eod_id(self) -> int | None:
+        """Id that ends a document in a corpus."""
+        ...
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id that fills up a batch."""
+        ...
+
+    @property
+    def unk_id(self) -> int | None:
+        """Id of what the vocabulary cannot express."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, no special ids added; ValueError for lone surrogates."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; special ids give nothing, broken UTF-8 gives U+FFFD.
+
+        ValueError for an id outside the vocabulary.
+        """
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Write all that `load_tokenizer` needs into `directory`, which is created."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabSizes:
+    """The three sizes that are easily taken for one another.
+
+    Attributes:
+        tokenizer: ids the tokenizer can produce.
+        model: rows of the embedding that mean something, those of a published model.
+        padded: rows in memory, a multiple that divides over ranks; never predicted.
+
+    """
+
+    tokenizer: int
+    model: int
+    padded: int
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, *, model: int | None = None, multiple: int = 128
+    ) -> "VocabSizes":
+        """Return the sizes for a model of `model` rows (default: as many as ids).
+
+        ValueError when the model has fewer rows than the tokenizer has ids.
+        """
+        rows = tokenizer.vocab_size if model is None else model
+        if rows < tokenizer.vocab_size or multiple < 1:
+            raise ValueError(
+                f"model vocabulary of {rows} rows (padded to multiples of {multiple}) for "
+                f"{tokenizer.vocab_size} ids; the least is {tokenizer.vocab_size}"
+            )
+        padded = -(-rows // multiple) * multiple
+        return cls(tokenizer=tokenizer.vocab_size, model=rows, padded=padded)
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError, with the place, when `text` has a lone surrogate (it is no Unicode)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text has the lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start} of {len(text)}"
+        ) from None
+
+
+def write_config(directory: str | Path, kind: str, **fields: Any) -> None:
+    """Write the descriptor of a tokenizer; its files must be there already."""
+    config = {"format": _FORMAT, "version": _VERSION, "kind": kind, **fields}
+    (Path(directory) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the descriptor; ValueError names what is wrong with the directory."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{directory}: no tokenizer, it has no {CONFIG_FILE}")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON ({error})") from None
+    if not isinstance(config, dict) or config.get("format") != _FORMAT:
+        raise ValueError(f'{path}: no tokenizer of ours, it lacks "format": "{_FORMAT}"')
+    if config.get("version") != _VERSION:
+        raise ValueError(
+            f"{path}: version {config.get('version')}, this reader knows version {_VERSION}"
+        )
+    return config

@@ -1,0 +1,107 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mcore_data.datasets.cache import cached_arrays, content_key
+
+# Forks the builders, the first of which dies with one array written and the other not; prints
+# their exit statuses and what they read. Forked, because eight imports of numpy take seconds.
+_BUILDERS = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from mcore_data.datasets.cache import cached_arrays
+
+directory, count = Path(sys.argv[1]), int(sys.argv[2])
+gate, opener = os.pipe()
+
+def build_with(victim):
+    def build():
+        os.read(gate, 1)  # all are here before the first goes on
+        if victim:
+            real, calls = os.fsync, []
+            def fsync(fd):
+                calls.append(fd)
+                if len(calls) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                real(fd)
+            os.fsync = fsync
+        return {"a": np.arange(100_000), "b": np.arange(50_000) * 2}
+    return build
+
+children = []
+for i in range(count):
+    child = os.fork()
+    if child == 0:
+        arrays = cached_arrays(directory, "key", build_with(i == 0))
+        text = f"{arrays['a'].sum()} {arrays['b'].sum()} {sorted(arrays)}"
+        os.write(1, (text + "\\n").encode())
+        os._exit(0)
+    children.append(child)
+os.write(opener, b"." * count)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def _builders(directory, count):
+    return [sys.executable, "-c", _BUILDERS, str(directory), str(count)]
+
+
+def test_many_processes_build_at_once(tmp_path):
+    """U15: eight builders, one killed midway; the others agree and nothing partial is seen."""
+    process = subprocess.Popen(_builders(tmp_path, 8), stdout=subprocess.PIPE, text=True)
+    seen = set()
+    while process.poll() is None:
+        if (tmp_path / "key").exists():
+            seen.add(tuple(sorted(os.listdir(tmp_path / "key"))))
+        time.sleep(0.002)
+    *outputs, codes = process.communicate()[0].splitlines()
+    assert codes == str([-signal.SIGKILL] + [0] * 7)
+    assert outputs == [f"{sum(range(100_000))} {sum(range(0, 100_000, 2))} ['a', 'b']"] * 7
+    assert seen <= {("a.npy", "b.npy")}
+
+
+def test_leftovers_of_a_killed_builder_are_swept(tmp_path):
+    output = subprocess.run(_builders(tmp_path, 1), stdout=subprocess.PIPE, check=True).stdout
+    assert output.decode() == f"[{-signal.SIGKILL}]\n"
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".key.")
+    built = cached_arrays(tmp_path, "key", lambda: {"a": np.arange(3)})
+    assert os.listdir(tmp_path) == ["key"]
+    assert built["a"].tolist() == [0, 1, 2]
+    assert isinstance(built["a"], np.memmap)
+
+
+def test_faults_of_the_disk_are_not_hidden(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            cached_arrays(tmp_path, "key", lambda: {"a": np.arange(3)})
+    assert os.listdir(tmp_path) == []
+    cached_arrays(tmp_path, "key", lambda: {"a": np.arange(3)})
+    path = tmp_path / "key" / "a.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"key: damaged cache .* delete it"):
+        cached_arrays(tmp_path, "key", dict)
+
+
+def test_keys():
+    a = np.arange(5)
+    keys = [
+        content_key({"x": 1}, a),
+        content_key({"x": 2}, a),
+        content_key({"x": 1}, a.astype(np.int32)),
+        content_key({"x": 1}, a, a),
+        content_key({"x": 1}, a + 1),
+        content_key({"x": 1}),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert content_key({"x": 1, "y": 2}, a) == content_key({"y": 2, "x": 1}, a.copy())

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import mcore_data
+
+_TOKENISE = """
+import sys, mcore_data
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+(folder / "x.jsonl").write_text('{"text": "one"}\\n{"text": "two"}\\n')
+tokenizer = mcore_data.load_tokenizer(sys.argv[2])
+report = mcore_data.preprocess(
+    [folder / "x.jsonl"], tokenizer=tokenizer, output=folder / "c", append_eod=True
+)
+assert report.documents == 2
+reader = mcore_data.IndexedReader(folder / "c")
+assert [tokenizer.decode(tokens) for tokens in reader] == ["one", "two"]
+roots = {name.partition(".")[0] for name in sys.modules}
+print(sorted(roots & set(sys.argv[3:])))
+"""
+
+
+def test_tokenising_needs_no_optional_library(tmp_path, sentencepiece_dir):
+    """U01: importing the package and tokenising two lines loads no GPU library."""
+    absent = ["torch", "triton", "transformer_engine", "apex", "transformers", "numba"]
+    run = [sys.executable, "-c", _TOKENISE, str(tmp_path), str(sentencepiece_dir), *absent]
+    result = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_public_names():
+    assert sorted(mcore_data.__all__) == mcore_data.__all__
+    assert mcore_data.__all__ == [
+        "BatchSampler",
+        "ByteTokenizer",
+        "GPTDataset",
+        "GPTIndex",
+        "IndexedReader",
+        "IndexedWriter",
+        "MicroBatch",
+        "MicroBatchLoader",
+        "PreprocessReport",
+        "Sample",
+        "SampleSource",
+        "Summary",
+        "Tokenizer",
+        "ValidationLoader",
+        "VocabSizes",
+        "build_gpt_index",
+        "build_index",
+        "collate",
+        "document_ranges",
+        "gpt_splits",
+        "index_header",
+        "load_tokenizer",
+        "parse_split",
+        "preprocess",
+        "segment_bounds",
+        "segment_positions",
+        "sequence_offsets",
+        "shuffled_order",
+        "summarise",
+        "token_dtype",
+        "train_sentencepiece",
+    ]
+    assert all(hasattr(mcore_data, name) for name in mcore_data.__all__)
+
+
+def test_readme_runs(tmp_path, monkeypatch):
+    readme = Path(__file__).parents[2] / "packages" / "mcore-data" / "README.md"
+    blocks = readme.read_text().split("```python\n")[1:]
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        exec(compile(block.split("```")[0], str(readme), "exec"), {"__name__": "readme"})
