@@ -1,0 +1,211 @@
+"""Stopping and going on is the same as not stopping."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_parallel import ParallelConfig, RngStreams
+from mcore_parallel.testing import RankPool
+from mcore_train.callbacks import read_metrics
+from mcore_train.config import TrainConfig
+from mcore_train.load import config_to_tree
+from mcore_train.pretrain import pretrain, pretrain_apart, run_rank
+
+sys.path.append(str(Path(__file__).parent))
+from toy import toy, write_tokens
+
+
+def run_config(folder: Path, **fields: Any) -> TrainConfig:
+    return toy(
+        model={"dropout": 0.1},
+        checkpoint={"directory": str(folder), **fields.pop("checkpoint", {})},
+        log={"directory": str(folder)},
+        # The length of the run is not the length of the schedule: a run can be cut short.
+        schedule={"decay_steps": 5},
+        **fields,
+    )
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = mcore_ckpt.open(folder / f"step_{step:08d}")
+    return {name: checkpoint[name] for name in checkpoint}
+
+
+def training_rows(folder: Path) -> list[tuple[float, ...]]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in rows if "loss" in r]
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert list(a) == list(b)
+    for name, value in a.items():
+        assert value.equal(b[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    pretrain(run_config(folder, steps=6), nproc=1)
+    return folder
+
+
+def test_resume_in_a_new_process_is_bitwise(whole: Path, tmp_path: Path) -> None:
+    """U18: 6 steps are 3 + 3 in a new process: loss, rate, parameters and moments, with dropout."""
+    assert pretrain(run_config(tmp_path, steps=3), nproc=1).step == 3
+    summary = pretrain_apart(run_config(tmp_path, steps=6), nproc=1)
+    assert (summary.first_step, summary.step) == (3, 6)
+    assert training_rows(tmp_path) == training_rows(whole)
+    assert [row[0] for row in training_rows(whole)] == [1, 2, 3, 4, 5, 6]
+    ours = tensors(tmp_path, 6)
+    assert_same(ours, tensors(whole, 6))
+    assert {name.split("/")[0] for name in ours} == {"model", "exp_avg", "exp_avg_sq"}
+
+
+def test_without_the_random_state_the_result_changes(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U18, the control: a resume that withholds the random streams must differ."""
+    pretrain(run_config(tmp_path, steps=3), nproc=1)
+    monkeypatch.setattr(RngStreams, "load_state_dict", lambda self, state: None)
+    pretrain(run_config(tmp_path, steps=6), nproc=1)
+    ours, theirs = tensors(tmp_path, 6), tensors(whole, 6)
+    assert any(not ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tp=1", "tp=2,pp=2,sp"),
+        ("tp=2,dp=2,sp", "pp=2,dp=2"),
+        ("pp=4", "tp=1"),
+        ("dp=4", "dp=2"),
+        ("dp=2", "dp=4,zero=0"),
+    ],
+)
+def test_resume_under_another_layout(
+    ranks: RankPool, whole: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """U19, U43 kind: the same samples, and the same result within the metric of parity."""
+    for layout, steps in ((first, 3), (second, 6)):
+        parallel = ParallelConfig.parse(layout)
+        world = parallel.tp * parallel.pp * (parallel.dp or 1)
+        batch = {"global_size": 4, "micro_size": 1}
+        config = dataclasses.replace(run_config(tmp_path, steps=steps, batch=batch))
+        tree = config_to_tree(dataclasses.replace(config, parallel=parallel))
+        ranks.run(run_rank, world, tree, timeout=120)
+    ours, theirs = tensors(tmp_path, 6), tensors(whole, 6)
+    assert list(ours) == list(theirs)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        names = [name for name in theirs if name.startswith(f"{kind}/")]
+        floor = 1e-3 * sum(float(theirs[n].double().square().sum()) for n in names) ** 0.5
+        for name in names:
+            delta = float(torch.linalg.vector_norm(ours[name].double() - theirs[name].double()))
+            allowed = 1e-5 * max(float(torch.linalg.vector_norm(theirs[name].double())), floor)
+            # The square of a gradient has twice its relative error.
+            assert delta <= allowed * (2 if kind == "exp_avg_sq" else 1), name
+
+
+def test_new_schedule_after_loading(tmp_path: Path) -> None:
+    """U20: loaded weights, step reset, another schedule: its rates hold from the first step on."""
+    old = tmp_path / "old"
+    constant = {"kind": "constant", "lr": 6e-4, "min_lr": 0.0, "warmup_steps": 0}
+    config = toy(steps=3, schedule=constant, checkpoint={"directory": str(old)})
+    pretrain(config, nproc=1)
+    new = tmp_path / "new"
+    low = {"kind": "cosine", "lr": 3e-5, "min_lr": 2e-5, "warmup_steps": 0, "decay_steps": 4}
+    config = toy(
+        steps=5,
+        schedule=low,
+        checkpoint={"directory": str(new), "load": str(old), "reset_step": True},
+        log={"directory": str(new)},
+    )
+    summary = pretrain(config, nproc=1)
+    assert (summary.first_step, summary.step) == (0, 5)
+    rates = [row[2] for row in training_rows(new)]
+    assert rates[0] == 3e-5
+    assert rates[-1] == pytest.approx(2e-5)
+    moments = mcore_ckpt.read_state(new)["optimizer"]["step"]
+    assert moments == 3 + 5  # the moments went on: their bias correction knows their age
+
+
+def test_the_new_rate_is_the_one_used(tmp_path: Path) -> None:
+    """U20 kind: with SGD the first step after loading moves by exactly the new rate."""
+    sgd = {"kind": "sgd", "weight_decay": 0.0, "clip_norm": None}
+    first = {"kind": "constant", "lr": 0.5, "warmup_steps": 0}
+    pretrain(
+        toy(steps=1, optimizer=sgd, schedule=first, checkpoint={"directory": str(tmp_path / "a")}),
+        nproc=1,
+    )
+    moved = {}
+    for rate in (0.5, 0.05):
+        folder = tmp_path / str(rate)
+        config = toy(
+            steps=1,
+            optimizer=sgd,
+            schedule={**first, "lr": rate, "min_lr": 0.0},
+            checkpoint={
+                "directory": str(folder),
+                "load": str(tmp_path / "a"),
+                "reset_step": True,
+            },
+        )
+        pretrain(config, nproc=1)
+        name = "model/layers.1.mlp.down.weight"
+        moved[rate] = tensors(folder, 1)[name] - tensors(tmp_path / "a", 1)[name]
+    torch.testing.assert_close(moved[0.5], 10 * moved[0.05], rtol=1e-3, atol=1e-7)
+    assert moved[0.5].abs().max() > 0
+
+
+def test_weights_only_starts_afresh(whole: Path, tmp_path: Path) -> None:
+    config = toy(
+        steps=2,
+        model={"dropout": 0.1},
+        checkpoint={"directory": str(tmp_path), "load": str(whole), "weights_only": True},
+        evaluate={"at_start": True},
+    )
+    summary = pretrain(config, nproc=1)
+    assert (summary.first_step, summary.step) == (0, 2)
+    assert mcore_ckpt.read_state(tmp_path)["optimizer"]["step"] == 2
+    rows = read_metrics(whole / "metrics.jsonl")
+    last = [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
+    assert summary.first_validation_loss == last
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    data = {"mock": False, "train": str(prefix), "split": "8,2"}
+    config = run_config(tmp_path / "run", steps=2, data=data)
+    pretrain(config, nproc=1)
+    other = write_tokens(tmp_path / "other", documents=90)
+    config = run_config(tmp_path / "run", steps=4, data={**data, "train": str(other)})
+    with pytest.raises(ValueError, match="num_samples"):
+        pretrain(config, nproc=1)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    config = toy(checkpoint={"load": str(tmp_path / "nowhere")})
+    with pytest.raises(ValueError, match=r"nowhere.*no committed checkpoint"):
+        pretrain(config, nproc=1)
+
+
+def test_another_architecture_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+    config = toy(model={"ffn_size": 64}, checkpoint={"load": str(whole)})
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.(gate|up|down)\.weight"):
+        pretrain(config, nproc=1)
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    config = run_config(tmp_path, steps=5, checkpoint={"interval": 2, "keep_last": 2})
+    summary = pretrain(config, nproc=1)
+    assert [path.name for path in mcore_ckpt.list_checkpoints(tmp_path)] == [
+        "step_00000004",
+        "step_00000005",
+    ]
+    assert summary.checkpoint == tmp_path / "step_00000005"
+    saved = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "saved" in row]
+    assert saved == [2, 4, 5]
