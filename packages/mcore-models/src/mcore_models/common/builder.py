@@ -94,6 +94,10 @@ def build_seeded(
 
     A module that fills its own parameters then does so alike on every rank, in every layout.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(build.key.fold("builder", layer_index, place).seed)
+    before = torch.get_rng_state()
+    # The CPU generator alone: torch.manual_seed would seed those of the devices too, for good.
+    torch.default_generator.manual_seed(build.key.fold("builder", layer_index, place).seed)
+    try:
         return builder(config, build, layer_index)
+    finally:
+        torch.set_rng_state(before)
