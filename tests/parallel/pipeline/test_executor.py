@@ -57,16 +57,19 @@ def cut(world):
     return [part.tolist() for part in np.array_split(np.arange(6), world)]
 
 
-def train_stage(kind, lengths):
+def train_stage(kind, lengths, device):
     pp = Group.world()
-    model = Layers(cut(pp.size)[pp.rank])
-    micro_batches = batches(lengths)
+    model = Layers(cut(pp.size)[pp.rank]).to(device)
+    micro_batches = [x.to(device) for x in batches(lengths)]
     actions = SCHEDULES[kind](pp.size, len(lengths))[pp.rank]
-    losses = run_schedule(actions, model, micro_batches, pp)
-    with torch.no_grad():
-        model.eval()
-        evaluated = run_schedule(actions, model, micro_batches, pp, forward_only=True)
-    return losses, evaluated, model.gradients()
+    with Channel(pp, device=device) as channel:
+        losses = run_schedule(actions, model, micro_batches, channel)
+        evaluated = run_schedule(actions, model, micro_batches, channel, forward_only=True)
+    return (
+        [loss.cpu() for loss in losses],
+        [loss.cpu() for loss in evaluated],
+        {name: grad.cpu() for name, grad in model.gradients().items()},
+    )
 
 
 def train_alone(lengths):
@@ -80,9 +83,21 @@ def train_alone(lengths):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_split_equals_one_process(ranks, kind, world):
     """U32: micro-batches of length 3, 7, 5, 2 (and of length 0), over 1 to 4 stages."""
+    compare(ranks, kind, world, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_stages_on_gpus_equal_one_process(ranks, kind):
+    """U32 over NCCL, with as many stages as there are GPUs up to four."""
+    compare(ranks, kind, min(4, torch.cuda.device_count()), "cuda")
+
+
+def compare(ranks, kind, world, device):
     lengths = [*LENGTHS, 0, 4]
     expected, gradients = train_alone(lengths)
-    stages = ranks.run(train_stage, world, kind, lengths)
+    stages = ranks.run(train_stage, world, kind, lengths, device, device=device)
     found = {}
     for rank, (losses, evaluated, grads) in enumerate(stages):
         found |= grads

@@ -71,24 +71,20 @@ class Channel:
     block each other. So messages to a higher rank and to a lower one use two process groups. The
     second one is made here, by all stages together; `close()` destroys it.
 
-    device: where received tensors go; None means the CPU for gloo, else the current CUDA device.
+    device: where tensors come from and go to, `mesh.device`.
     """
 
-    def __init__(self, pp: Group, *, device: torch.device | str | None = None) -> None:
+    def __init__(self, pp: Group, *, device: torch.device | str = "cpu") -> None:
         self.group = pp
+        self.device = torch.device(device)
         self._headers = self._up = self._down = pp
         self._made: Group | None = None
-        on_cpu = True
         if pp.size > 1:
             self._headers = pp.cpu
-            on_cpu = self._headers is pp
-            if not on_cpu:
-                self._made = self._down = Group.create(
-                    pp.ranks, name=f"{pp.name}.down", backend="nccl", timeout=pp.timeout
-                )
-        if device is None:
-            device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        self.device = torch.device(device)
+        if pp.size > 1 and self.device.type != "cpu":
+            self._made = self._down = Group.create(
+                pp.ranks, name=f"{pp.name}.down", backend="nccl", timeout=pp.timeout
+            )
         self._sent: deque[Sending] = deque()
 
     def send(self, tensor: Tensor, stage: int) -> Sending:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.actions import Action, partner
@@ -49,10 +48,10 @@ def run_schedule(
     actions: one list of a schedule that `check` accepts, the one of stage `pp.rank`. stage: the
     function of each chunk (just the function when there is one); in training that of the last stage
     returns a scalar loss, whose gradient is 1. micro_batches: every stage passes as many. pp: the
-    pipeline group, or a `Channel` over it (on NCCL make one and keep it: a group given here gets
-    its second communicator anew in every call). forward_only: leave out everything that belongs to
-    the backward pass, and record no graph. around: wraps every computing action, so that gradient
-    buckets know which backward is the last (`GradientBuckets.around`).
+    pipeline group where tensors are on the CPU or there is one stage; else a `Channel` over it,
+    made once. forward_only: leave out everything that belongs to the backward pass, and record no
+    graph. around: wraps every computing action, so that gradient buckets know which backward is the
+    last (`GradientBuckets.around`).
 
     Returns the detached outputs of the last stage by micro-batch; elsewhere an empty list.
     Gradients accumulate in the parameters. Communicates over the pipeline group only; with one
@@ -79,8 +78,6 @@ def run_schedule(
                 rank = channel.group.ranks[channel.group.rank]
                 raise PipelineError(rank, action, f"{type(error).__name__}: {error}") from error
         channel.flush()
-    if channel is not pp:
-        channel.close()
     return [run.results[i] for i in sorted(run.results)]
 
 
@@ -106,6 +103,23 @@ def _check_fit(actions: Sequence[Action], chunks: int, count: int, pp: Group) ->
         )
 
 
+class _Ending(torch.autograd.Function):
+    """A scalar that ends a stage's graph; its backward is given the output's gradient by then.
+
+    It keeps the graph, and with it what backward needs, but not the output. (Passing the gradient
+    to `torch.autograd.backward` would do too, but torch imports sympy to check its shape.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradients: dict[Any, Tensor], key: Any) -> Tensor:
+        ctx.gradients, ctx.key = gradients, key
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradients.pop(ctx.key), None, None
+
+
 class _Run(Generic[M]):
     """What is under way on one stage; keys are (chunk, micro-batch)."""
 
@@ -126,7 +140,8 @@ class _Run(Generic[M]):
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.to_send: dict[Action, Tensor] = {}
         self.sent: dict[Action, Sending] = {}
-        self.graphs: dict[tuple[int, int], GradientEdge] = {}
+        self.graphs: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
         self.results: dict[int, Tensor] = {}
 
     def do(self, action: Action, last: bool) -> None:
@@ -159,8 +174,8 @@ class _Run(Generic[M]):
         hidden = None
         if not self.is_first(action):
             hidden = self.received("RECV_F", action)
-            if not self.forward_only and hidden.is_floating_point():
-                self.inputs[key] = hidden.requires_grad_()
+            if not self.forward_only:
+                self.inputs[key] = hidden.requires_grad_(hidden.is_floating_point())
         output = self.stages[action.chunk](self.micro_batches[action.micro_batch], hidden)
         if self.is_last(action):
             if not self.forward_only and output.numel() != 1:
@@ -171,21 +186,21 @@ class _Run(Generic[M]):
             self.results[action.micro_batch] = output.detach()
         else:
             self.to_send[replace(action, kind="SEND_F")] = output.detach()
+            if output.requires_grad:
+                output = _Ending.apply(output, self.gradients, key)  # type: ignore[no-untyped-call]
         if output.requires_grad:
-            # The edge keeps the graph, and with it what backward needs, but not the output itself.
-            self.graphs[key] = get_gradient_edge(output)
+            self.graphs[key] = output
 
     def backward(self, action: Action) -> None:
         key = action.chunk, action.micro_batch
-        if self.is_last(action):
-            grad = torch.ones_like(self.results[action.micro_batch])
-        else:
-            grad = self.received("RECV_B", action)
+        if not self.is_last(action):
+            self.gradients[key] = self.received("RECV_B", action)
             # The answer has come back, so the activations have left: let go of them.
             self.sent.pop(replace(action, kind="SEND_F")).wait()
         graph = self.graphs.pop(key, None)
         if graph is not None:  # None: nothing here or before is trained
-            torch.autograd.backward(graph, grad)
+            torch.autograd.backward(graph)
+        self.gradients.pop(key, None)
         if not self.is_first(action):
             hidden = self.inputs.pop(key)
             back = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)

@@ -1,0 +1,222 @@
+"""Data parallelism: gradients accumulate in flat buckets and are summed over the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.collectives import Work, all_reduce_, reduce_scatter_into
+from mcore_parallel.data.buckets import Bucket, Slot, make_buckets
+from mcore_parallel.data.partition import Partition, flat
+from mcore_parallel.group import Group
+from mcore_parallel.layout import LayoutTensor
+from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.pipeline.actions import Action
+from mcore_parallel.spec import GradSync, ParamSpec
+
+
+class GradientBuckets:
+    """The gradients of some parameters: accumulated in fp32, then summed over the ranks.
+
+    Parameters become views of flat buffers, and get an attribute `main_grad`, a view of another.
+    When backward has accumulated a gradient, a hook adds it to `main_grad` and drops `.grad`; a
+    layer that adds its weight gradient to `main_grad` itself sets `grad_added_to_main` to True and
+    hands autograd any tensor of the right shape.
+
+    Dense parameters are summed over `mesh.dp_cp`, expert ones over `mesh.edp`; nothing is divided
+    (divide the loss by the global number of tokens). With `mesh.config.shard_optimizer` each rank
+    gets the sum of its own shard only. A step is
+
+        buckets.zero()
+        with buckets.no_sync():
+            ...forward and backward of all micro-batches but the last
+        ...forward and backward of the last
+        buckets.finish()
+
+    or `run_schedule(…, around=buckets.around)` in place of the middle. With `mesh.config.overlap`
+    a bucket's reduction starts when its last gradient of the last micro-batch has arrived; without
+    it, in `finish()`. The sums are bitwise the same, because the same buckets are reduced in the
+    same order on every rank. A parameter that got no gradient counts as zero.
+
+    params: by local name, in order of registration; those that need no gradient are only kept for
+    checkpoints (`frozen`). specs: of all of them. partition: `flat` or `whole`.
+    ValueError when a parameter has no spec or one of another shape.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ParamSpec],
+        mesh: ParallelMesh,
+        *,
+        partition: Partition = flat,
+    ) -> None:
+        for name, param in params.items():
+            if name not in specs:
+                raise ValueError(f"parameter {name} has no spec")
+            if specs[name].layout.shape != tuple(param.shape):
+                raise ValueError(
+                    f"parameter {name} has shape {list(param.shape)}, its spec "
+                    f"{list(specs[name].layout.shape)}"
+                )
+        self.mesh = mesh
+        self.specs = dict(specs)
+        self.frozen = {name: param for name, param in params.items() if not param.requires_grad}
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        self.buckets = tuple(make_buckets(trained, specs, mesh, partition))
+        self.finished = False
+        self._sync = True
+        self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
+        self._works: list[Work] = []  # of the buckets whose reduction has started, in order
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(self._hook(i, slot))  # type: ignore[no-untyped-call]
+            for i, bucket in enumerate(self.buckets)
+            for slot in bucket.slots
+        ]
+
+    def zero(self) -> None:
+        """Set all gradients to zero and begin a new accumulation."""
+        for work in self._works:
+            work.wait()  # an accumulation that was given up may still be under way
+        self._works.clear()
+        for bucket, missing in zip(self.buckets, self._missing, strict=True):
+            bucket.grads.zero_()
+            missing.update(slot.name for slot in bucket.slots)
+        self.finished = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: more backward passes of this step are to come."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def around(self, action: Action, last: bool) -> AbstractContextManager[None]:
+        """Return `no_sync()` for all but the last backward; made for `run_schedule`."""
+        return self.no_sync() if action.kind == "B" and not last else nullcontext()
+
+    def finish(self) -> None:
+        """Return when every gradient is summed over all ranks that hold a part of it.
+
+        Every rank of the mesh calls it after its last backward. Communicates over dp_cp and edp,
+        and over the groups of the parameters' `grad_sync`.
+        """
+        if self.finished:
+            raise RuntimeError("gradients are summed already: call zero() first")
+        deferred = [bucket for bucket in self.buckets if bucket.deferred]
+        self._start_up_to(len(self.buckets) - len(deferred))
+        _sum_ranges(
+            (sync.group, slot.spec, sync, bucket.grads[slice(*slot.range_of(sync))])
+            for bucket in deferred
+            for slot in bucket.slots
+            for sync in slot.partial
+        )
+        self._start_up_to(len(self.buckets))
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        # After the reduction, since then both copies of a tied parameter add the same two numbers,
+        # whatever order the reduction added in.
+        _sum_ranges(
+            (sync.group, slot.spec, sync, _owned_part(bucket, *slot.range_of(sync)))
+            for bucket in deferred
+            for slot in bucket.slots
+            for sync in slot.tied
+        )
+        self.finished = True
+
+    def gradients(self) -> dict[str, LayoutTensor]:
+        """Return this rank's part of the summed gradients, as views, by local key.
+
+        Global names have the prefix `grad/`. RuntimeError before `finish()`.
+        """
+        self.require_finished("gradients()")
+        return {
+            f"grad/{piece.slot.name}": LayoutTensor(
+                bucket.grads[piece.at : piece.end], piece.layout.renamed(lambda n: f"grad/{n}")
+            )
+            for bucket in self.buckets
+            for piece in bucket.pieces
+        }
+
+    def require_finished(self, what: str) -> None:
+        """Raise RuntimeError unless the gradients are summed."""
+        if not self.finished:
+            raise RuntimeError(f"{what} needs summed gradients: call finish() first")
+
+    def close(self) -> None:
+        """Take the hooks and attributes off the parameters, which stay views of the buckets."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                del slot.param.main_grad, slot.param.grad_added_to_main  # type: ignore[attr-defined]
+
+    def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+        def accumulate(param: Tensor) -> None:
+            if self.finished or index < len(self._works):
+                raise RuntimeError(
+                    f"a gradient of {slot.name} arrived after its bucket was reduced: call zero() "
+                    f"before a new step, and all but the last backward inside no_sync()"
+                )
+            if param.grad_added_to_main:  # type: ignore[attr-defined]
+                param.grad_added_to_main = False  # type: ignore[attr-defined]
+            elif param.grad is not None:
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            param.grad = None
+            if self._sync:
+                self._missing[index].discard(slot.name)
+                if self.mesh.config.overlap:
+                    self._start_complete()
+
+        return accumulate
+
+    def _start_complete(self) -> None:
+        # Strictly in order: a rank on which some parameter got no gradient, or got it in another
+        # order, still makes the same calls in the same order as the others.
+        stop = len(self._works)
+        while (
+            stop < len(self.buckets) and not self.buckets[stop].deferred and not self._missing[stop]
+        ):
+            stop += 1
+        self._start_up_to(stop)
+
+    def _start_up_to(self, stop: int) -> None:
+        for bucket in self.buckets[len(self._works) : stop]:
+            if bucket.sharded:
+                work = reduce_scatter_into(bucket.owned_grads, bucket.grads, bucket.group)
+            else:
+                work = all_reduce_(bucket.grads, bucket.group)
+            self._works.append(work)
+
+
+def _owned_part(bucket: Bucket, start: int, stop: int) -> Tensor:
+    first, last = bucket.owned
+    start, stop = max(start, first), min(stop, last)
+    return bucket.grads[start : max(start, stop)]
+
+
+def _sum_ranges(ranges: Iterable[tuple[Group, ParamSpec, GradSync, Tensor]]) -> None:
+    """Replace each view by its sum over its group, with one collective for each group.
+
+    Members of a group may hold different parameters besides those they share, in another order, so
+    the shared ones are taken in the order of their global names.
+    """
+    by_group: dict[Group, list[tuple[tuple[str, int], Tensor]]] = defaultdict(list)
+    for group, spec, sync, view in ranges:
+        by_group[group].append(((min(spec.layout.names(), default=""), sync.start), view))
+    for group, entries in by_group.items():
+        views = [view for _, view in sorted(entries, key=lambda entry: entry[0])]
+        total = torch.cat(views)
+        all_reduce_(total, group).wait()
+        for view, part in zip(
+            views, torch.split(total, [view.numel() for view in views]), strict=True
+        ):
+            view.copy_(part)

@@ -1,0 +1,97 @@
+"""The global gradient norm, clipping, and the search for values that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.collectives import all_gather_object, all_reduce
+from mcore_parallel.data.buckets import Bucket, Piece
+from mcore_parallel.data.ddp import GradientBuckets
+
+
+def counted_views(bucket: Bucket) -> list[Tensor]:
+    """Return views of this rank's gradients that together count, over all ranks, everything once.
+
+    Only first replicas count, and no padding. Neighbours are joined where all of both counts (what
+    lies between them is zero), so that there are few.
+    """
+    views: list[Tensor] = []
+    start = stop = bucket.owned[0]
+    for piece in sorted(bucket.pieces, key=lambda piece: piece.at):
+        layout = piece.layout.primary()
+        if layout.covered == layout.numel:
+            stop = piece.end
+            continue
+        views.append(bucket.grads[start:stop])
+        views += (view for _, view in layout.views(bucket.grads[piece.at : piece.end]))
+        start = stop = piece.end
+    views.append(bucket.grads[start:stop])
+    return [view for view in views if view.numel()]
+
+
+def global_norm(views: Iterable[Tensor], buckets: GradientBuckets) -> float:
+    """Return the 2-norm over the elements of all ranks' views: one number, equal on every rank.
+
+    Summed in fp64. Communicates over mesh.world.
+    """
+    mesh = buckets.mesh
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for view in views:
+        total += torch.linalg.vector_norm(view, dtype=torch.float64).square()
+    return float(all_reduce(total, mesh.world).sqrt())
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return by what to multiply gradients of this norm so that it is at most `max_norm`."""
+    if max_norm <= 0.0:
+        raise ValueError(f"the largest gradient norm must be positive, not {max_norm}")
+    return min(1.0, max_norm / norm) if norm > 0.0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """The first tensor with values that are not finite.
+
+    name: its global name. rank: the torch.distributed rank that found it. count: how many such
+    values are in that rank's part of it, of numel in all.
+    """
+
+    name: str
+    rank: int
+    count: int
+    numel: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.count} of {self.numel} values on rank {self.rank} not finite"
+
+
+def first_nonfinite(buckets: GradientBuckets) -> NonFinite | None:
+    """Return the first gradient in the order of pipeline stages, then of registration; or None.
+
+    Equal on every rank. Communicates over mesh.world.
+    """
+    mesh = buckets.mesh
+    pieces = [(bucket, piece) for bucket in buckets.buckets for piece in bucket.pieces]
+    found: tuple[tuple[int, int, int, int], NonFinite] | None = None
+    for bucket, piece in sorted(pieces, key=lambda entry: entry[1].slot.index):
+        if torch.isfinite(bucket.grads[piece.at : piece.end]).all():
+            continue
+        place = mesh.pp.rank, piece.slot.index, piece.start, mesh.world.rank
+        found = place, _describe(bucket, piece, mesh.world.ranks[mesh.world.rank])
+        break
+    everywhere = [entry for entry in all_gather_object(found, mesh.world) if entry is not None]
+    return min(everywhere, key=lambda entry: entry[0])[1] if everywhere else None
+
+
+def _describe(bucket: Bucket, piece: Piece, rank: int) -> NonFinite:
+    grads = bucket.grads[piece.at : piece.end]
+    for fragment, view in piece.layout.views(grads):
+        bad = int((~torch.isfinite(view)).sum())
+        if bad:
+            return NonFinite(name=fragment.name, rank=rank, count=bad, numel=view.numel())
+    bad = int((~torch.isfinite(grads)).sum())
+    return NonFinite(name=f"{piece.slot.name} (padding)", rank=rank, count=bad, numel=grads.numel())

@@ -1,0 +1,128 @@
+"""The part of a bucket that this rank updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+from torch import Tensor
+
+from mcore_parallel.data.buckets import Bucket, Piece
+from mcore_parallel.protocols import UpdateRule
+from mcore_parallel.spec import ParamSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """What may differ between parameters: a factor on the learning rate, and weight decay."""
+
+    lr_multiplier: float = 1.0
+    weight_decay: float = 0.0
+
+
+HyperRule: TypeAlias = Callable[[str, ParamSpec], Hyper]
+"""(local name, spec) -> Hyper."""
+
+
+def decay(weight_decay: float) -> HyperRule:
+    """Return the usual rule: this weight decay for what decays (`spec.decay`), 0 for the rest."""
+    return lambda name, spec: Hyper(weight_decay=weight_decay if spec.decay else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Elements that the rule updates in one call: `[start, stop)` of the bucket.
+
+    value, grad, state: equally shaped; flat, or one parameter in its own shape.
+    """
+
+    start: int
+    stop: int
+    hyper: Hyper
+    value: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+class Shard:
+    """What this rank owns of one bucket: its masters, in runs, with the state of the rule.
+
+    A parameter in fp32 or wider is its own master. 16-bit parameters get an fp32 copy, in which
+    small updates do not vanish.
+    """
+
+    def __init__(self, bucket: Bucket, rule: UpdateRule, hyper: HyperRule) -> None:
+        self.bucket = bucket
+        self._rule = rule
+        self._has_copy = bucket.values.dtype != bucket.grads.dtype
+        self._master = bucket.owned_values
+        if self._has_copy:
+            self._master = bucket.owned_values.to(bucket.grads.dtype)
+        pieces = sorted(bucket.pieces, key=lambda piece: piece.at)
+        if bucket.placement.keeps_shape:
+            groups = [[piece] for piece in pieces]
+        else:
+            by_hyper = groupby(pieces, key=lambda piece: hyper(piece.slot.name, piece.slot.spec))
+            groups = [list(group) for _, group in by_hyper]
+        self._runs = [self._run(group, hyper) for group in groups]
+
+    def update(self, lr: float, grad_scale: float, step: int) -> None:
+        """Update the masters and the parameters of this shard; `grad_scale` is applied in place."""
+        for run in self._runs:
+            self._rule.update(
+                run.value,
+                run.grad if grad_scale == 1.0 else run.grad.mul_(grad_scale),
+                run.state,
+                lr=lr * run.hyper.lr_multiplier,
+                weight_decay=run.hyper.weight_decay,
+                step=step,
+            )
+        self.publish()
+
+    def publish(self) -> None:
+        """Make the parameters of this shard what the masters are."""
+        if self._has_copy:
+            self.bucket.owned_values.copy_(self._master)
+
+    def adopt(self) -> None:
+        """Make the masters what the parameters of this shard are."""
+        if self._has_copy:
+            self._master.copy_(self.bucket.owned_values)
+
+    def tensors(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
+        """Yield every piece with flat views of its master, as "model", and of its state by name."""
+        for piece in self.bucket.pieces:
+            run = next(run for run in self._runs if run.start <= piece.at < run.stop)
+            within = slice(piece.at - run.start, piece.end - run.start)
+            tensors = {"model": run.value} | run.state
+            yield piece, {kind: tensor.view(-1)[within] for kind, tensor in tensors.items()}
+
+    def _run(self, pieces: list[Piece], hyper: HyperRule) -> Run:
+        first = pieces[0]
+        start, stop = first.at, pieces[-1].end
+        origin, _ = self.bucket.owned
+        value = self._master[start - origin : stop - origin]
+        grad = self.bucket.grads[start:stop]
+        if self.bucket.placement.keeps_shape:
+            shape = first.slot.param.shape
+            value, grad = value.view(shape), grad.view(shape)
+        return Run(
+            start=start,
+            stop=stop,
+            hyper=hyper(first.slot.name, first.slot.spec),
+            value=value,
+            grad=grad,
+            state=self._state(first.slot.name, value),
+        )
+
+    def _state(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        state = self._rule.init(value)
+        shapes = {kind: list(tensor.shape) for kind, tensor in state.items()}
+        if shapes != {kind: list(value.shape) for kind in self._rule.state_names}:
+            raise ValueError(
+                f"{type(self._rule).__name__}: the state of {name} has shapes {shapes}; it needs "
+                f"{list(self._rule.state_names)}, each of shape {list(value.shape)}"
+            )
+        return state
