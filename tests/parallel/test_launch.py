@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_parallel import Group, all_reduce
-from mcore_parallel.launch import RankDiedError, init_from_env, launch_local
+from mcore_parallel import Group, RankDiedError, all_reduce
+from mcore_parallel.launch import init_from_env, launch_local
 from mcore_parallel.testing import RankPool
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -243,7 +243,7 @@ def test_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TORCHRUN = """
 import torch
-from mcore_parallel import Group, all_reduce
+from mcore_parallel import Group, RankDiedError, all_reduce
 from mcore_parallel.launch import init_from_env
 
 place = init_from_env(device="cpu")

@@ -1,5 +1,6 @@
 """Meshes, layouts, collectives and every parallel axis of large-model training."""
 
+from mcore_parallel._failure import RankDiedError
 from mcore_parallel.collectives import (
     all_gather,
     all_gather_into,
@@ -32,7 +33,7 @@ from mcore_parallel.data import (
     decay,
 )
 from mcore_parallel.group import Group
-from mcore_parallel.launch import Rank, init_from_env, launch_local
+from mcore_parallel.launch import Place, init_from_env, launch_local
 from mcore_parallel.layout import Box, Fragment, LayoutTensor, TensorLayout
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import Action, Channel, PipelineError, gpipe, one_f_one_b, run_schedule
@@ -73,7 +74,8 @@ __all__ = [
     "ParamSpec",
     "Part",
     "PipelineError",
-    "Rank",
+    "Place",
+    "RankDiedError",
     "RngKey",
     "RngStreams",
     "RowParallelLinear",

@@ -20,18 +20,46 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# What every backend moves as it is; anything else (fp8, unsigned) travels as its bytes.
+_PLAIN = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of the contiguous `x` in a dtype that every backend can move."""
+    flat = x.view(-1)
+    return flat if x.dtype in _PLAIN else flat.view(torch.uint8)
+
+
 def all_gather_into(
     out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup, *, async_op: bool = False
 ) -> Any:
     """Gather every rank's `x` one after another into `out` (size · x.numel() elements)."""
-    return _all_gather(out, x, group=pg, async_op=async_op)
+    return _all_gather(bits(out), bits(x), group=pg, async_op=async_op)
 
 
 def reduce_scatter_into(
     out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup, *, async_op: bool = False
 ) -> Any:
     """Sum `x` over the ranks and leave slice number `rank` of the sum in `out`."""
-    return _reduce_scatter(out, x, group=pg, async_op=async_op)
+    return _reduce_scatter(out.view(-1), x.view(-1), group=pg, async_op=async_op)
+
+
+def all_to_all_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    out_counts: Sequence[int],
+    in_counts: Sequence[int],
+    pg: dist.ProcessGroup,
+) -> None:
+    """Send `in_counts[r]` elements of `x` to each rank r, receive `out_counts[r]` into `out`."""
+    sent, received = bits(x), bits(out)
+    scale = 1 if x.dtype in _PLAIN else x.element_size()
+    dist.all_to_all_single(
+        received, sent, [n * scale for n in out_counts], [n * scale for n in in_counts], group=pg
+    )
 
 
 def new_process_group(

@@ -5,9 +5,10 @@ Three rules hold for all of them:
 - over a larger one a result is new memory, and no input is written to: only the functions whose
   name ends in `_` or `_into` write, into the buffer they are given;
 - every rank of the group calls the same functions in the same order with the same shapes, except
-  where splits are passed. Sums are in the dtype of the input.
+  where splits are passed. A rank can only check its own arguments; TORCH_DISTRIBUTED_DEBUG=DETAIL
+  makes torch compare those of all ranks. Sums are in the dtype of the input.
 
-`rank` and `src` count within the group.
+`rank`, `src` and `dst` count within the group.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     dim = check_dim(x, dim, "all_gather")
     out = x.new_empty((group.size, *x.shape))
     if x.numel():
-        _torch.all_gather_into(out.view(-1), x.contiguous().view(-1), group.process_group)
+        _torch.all_gather_into(out, x.contiguous(), group.process_group)
     if dim == 0:
         return out.flatten(0, 1)
     return out.movedim(0, dim).flatten(dim, dim + 1)
@@ -98,7 +99,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     shape = (*x.shape[:dim], group.size, x.shape[dim] // group.size, *x.shape[dim + 1 :])
     parts = x.reshape(shape).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
-    _torch.reduce_scatter_into(out.view(-1), parts.view(-1), group.process_group)
+    _torch.reduce_scatter_into(out, parts, group.process_group)
     return out
 
 
@@ -109,7 +110,7 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        dist.broadcast(out, src=group.ranks[src], group=group.process_group)
+        dist.broadcast(_torch.bits(out), src=group.ranks[src], group=group.process_group)
     return out
 
 
@@ -138,24 +139,23 @@ def all_to_all(
     out = x.new_empty((sum(receive), *x.shape[1:]))
     width = math.prod(x.shape[1:])
     if width:
-        dist.all_to_all_single(
-            out.view(-1),
-            x.contiguous().view(-1),
+        _torch.all_to_all_into(
+            out,
+            x.contiguous(),
             [n * width for n in receive],
             [n * width for n in send],
-            group=group.process_group,
+            group.process_group,
         )
     return out
 
 
 def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
-    if group.size == 1:
-        return
-    if _torch.has_cpu_backend(group.process_group):
-        dist.barrier(group.process_group)
-    else:
-        dist.barrier(group.process_group, device_ids=[torch.cuda.current_device()])
+    if group.size > 1:
+        gloo = _torch.has_cpu_backend(group.process_group)
+        dist.barrier(
+            group.process_group, device_ids=None if gloo else [torch.cuda.current_device()]
+        )
 
 
 def all_gather_object(obj: T, group: Group) -> list[T]:
@@ -202,9 +202,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group) -> Work:
         return _copy(out, x)
     if not x.numel():
         return _Done()
-    work: Work = _torch.reduce_scatter_into(
-        out.view(-1), x.view(-1), group.process_group, async_op=True
-    )
+    work: Work = _torch.reduce_scatter_into(out, x, group.process_group, async_op=True)
     return work
 
 
@@ -218,9 +216,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Work:
         return _copy(out, x)
     if not x.numel():
         return _Done()
-    work: Work = _torch.all_gather_into(
-        out.view(-1), x.view(-1), group.process_group, async_op=True
-    )
+    work: Work = _torch.all_gather_into(out, x, group.process_group, async_op=True)
     return work
 
 
@@ -228,7 +224,7 @@ def send_to(x: Tensor, dst: int, group: Group) -> Work:
     """Start sending the contiguous `x` to rank `dst` of the group."""
     check_peer(dst, group, "send_to")
     check_buffer(x, "send_to", "x")
-    work: Work = dist.isend(x, dst=group.ranks[dst], group=group.process_group)  # type: ignore[assignment]
+    work: Work = dist.isend(_torch.bits(x), dst=group.ranks[dst], group=group.process_group)  # type: ignore[assignment]
     return work
 
 
@@ -236,7 +232,7 @@ def receive_into(out: Tensor, src: int, group: Group) -> Work:
     """Start receiving into the contiguous `out` what rank `src` of the group sends."""
     check_peer(src, group, "receive_into")
     check_buffer(out, "receive_into", "out")
-    work: Work = dist.irecv(out, src=group.ranks[src], group=group.process_group)  # type: ignore[assignment]
+    work: Work = dist.irecv(_torch.bits(out), src=group.ranks[src], group=group.process_group)  # type: ignore[assignment]
     return work
 
 

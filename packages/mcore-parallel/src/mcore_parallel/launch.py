@@ -39,7 +39,7 @@ _KILL = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class Place:
     """This process's place: its rank, the world's size, its number on this machine, its device."""
 
     rank: int
@@ -53,7 +53,7 @@ def init_from_env(
     device: Device | None = None,
     backend: str | None = None,
     timeout: datetime.timedelta | None = None,
-) -> Rank:
+) -> Place:
     """Join the world that torchrun's environment variables describe; return my place in it.
 
     Without these variables the world is this process alone, and torch.distributed stays as it is;
@@ -84,7 +84,7 @@ def init_from_env(
     return place
 
 
-def _place(rank: int, world_size: int, local_rank: int, device: Device) -> Rank:
+def _place(rank: int, world_size: int, local_rank: int, device: Device) -> Place:
     if device == "cpu":
         where = torch.device("cpu")
     else:
@@ -96,7 +96,7 @@ def _place(rank: int, world_size: int, local_rank: int, device: Device) -> Rank:
             )
         where = torch.device("cuda", local_rank)
         torch.cuda.set_device(where)
-    return Rank(rank=rank, world_size=world_size, local_rank=local_rank, device=where)
+    return Place(rank=rank, world_size=world_size, local_rank=local_rank, device=where)
 
 
 def _integer(name: str) -> int:

@@ -37,6 +37,7 @@ class Job:
 
 
 LEAVE = b"leave"
+READY = b"ready"
 
 
 def serve(pipe: Connection, stack_file: str) -> None:
@@ -53,6 +54,7 @@ def serve(pipe: Connection, stack_file: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         # The parent has gone or closed its end: so do we.
         with contextlib.suppress(EOFError, OSError):
+            pipe.send_bytes(READY)
             while True:
                 message = pipe.recv_bytes()
                 if message == LEAVE:

@@ -25,6 +25,7 @@ from mcore_parallel._process import kill_tree
 from mcore_parallel.testing._worker import LEAVE, Job, serve
 
 _FRAMES = 12  # innermost frames of a rank that hangs
+_START = 120.0  # seconds that workers may take to start
 _GRACE = 5.0  # seconds that the other ranks have to notice that one has failed
 
 
@@ -154,6 +155,7 @@ class RankPool:
             self._kill()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mcore_parallel.testing._worker", *self.preload])
+        started: list[_Worker] = []
         while len(self._workers) < count:
             stacks = self._folder / f"stacks{len(self._workers)}"
             ours, theirs = context.Pipe()
@@ -161,6 +163,20 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process=process, pipe=ours, stacks=stacks))
+            started.append(self._workers[-1])
+        # Imports take seconds on a busy machine; the time of the job starts after them.
+        limit = time.monotonic() + _START
+        for worker in started:
+            if not worker.pipe.poll(max(0.0, limit - time.monotonic())):
+                self._kill()
+                raise RankHungError(f"a worker process did not start within {_START:g} s")
+            try:
+                worker.pipe.recv_bytes()
+            except EOFError:
+                worker.process.join(1.0)
+                how = how_ended(worker.process.exitcode)
+                self._kill()
+                raise RankDiedError(f"a worker process died ({how}) while it started") from None
 
     def _leave(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
