@@ -121,7 +121,7 @@ class _Loading:
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
         for value in tensors.values():
             takes = [self._takes(f, value.tensor) for f in value.layout.fragments]
-            if all(takes) and takes and value.layout.covered < value.layout.numel:
+            if all(takes) and value.layout.covered < value.layout.numel:
                 value.tensor.detach().zero_()
             for (fragment, view), take in zip(value.views(), takes, strict=True):
                 if take:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,10 @@ def describe_targets(
 def compare(
     manifest: Manifest, wanted: Iterable[Mapping[str, list[Any]]], prefixes: Sequence[str] | None
 ) -> LoadReport:
-    """Return what does not fit between a checkpoint and what all ranks want."""
+    """Return what does not fit between a checkpoint and what all ranks want.
+
+    A tensor without elements is never missed: layouts need not name it at all.
+    """
     missing: set[str] = set()
     mismatched: set[str] = set()
     named: set[str] = set()
@@ -83,12 +87,17 @@ def compare(
         for name, (shape, dtype) in of_rank.items():
             info = manifest.tensors.get(name)
             if info is None:
-                missing.add(name)
+                if math.prod(shape):
+                    missing.add(name)
             elif list(info.shape) != shape:
                 mismatched.add(f"{name} (checkpoint {list(info.shape)}, here {shape})")
             elif not converts(stored_type(info.dtype).torch, stored_type(dtype).torch):
                 mismatched.add(f"{name} (checkpoint {info.dtype}, here {dtype})")
-    have = {name for name in manifest.tensors if selected(name, prefixes)}
+    have = {
+        name
+        for name, info in manifest.tensors.items()
+        if selected(name, prefixes) and math.prod(info.shape)
+    }
     return LoadReport(
         step=manifest.step,
         missing=tuple(sorted(missing)),

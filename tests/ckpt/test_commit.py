@@ -1,0 +1,140 @@
+"""Which checkpoints exist: newest, retention, leftovers, saves over the same step."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt.commit import step_name
+from mcore_ckpt.storage import LocalStorage
+from mcore_parallel.layout import LayoutTensor, TensorLayout
+
+
+def save(directory: Path, step: int, value: float = 0.0, keep_last: int | None = None) -> Path:
+    tensors = {"w": LayoutTensor(torch.full((3,), value), TensorLayout.whole("model/w", (3,)))}
+    return mcore_ckpt.save(directory, step=step, tensors=tensors, keep_last=keep_last)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_names() -> None:
+    assert step_name(1000) == "step_00001000"
+    assert step_name(123456789, 2) == "step_123456789.2"
+
+
+def test_latest_and_list(tmp_path: Path) -> None:
+    assert mcore_ckpt.latest(tmp_path / "not there") is None
+    assert mcore_ckpt.list_checkpoints(tmp_path) == []
+    for step in (20, 3, 100_000_000):
+        save(tmp_path / "run", step)
+    expected = [tmp_path / "run" / n for n in ("step_00000003", "step_00000020", "step_100000000")]
+    assert mcore_ckpt.list_checkpoints(tmp_path / "run") == expected
+    assert mcore_ckpt.latest(tmp_path / "run") == expected[-1]
+
+
+def test_the_parent_directories_are_made(tmp_path: Path) -> None:
+    assert save(tmp_path / "a" / "b" / "c", 1).is_dir()
+
+
+def test_retention_spares_newer_steps(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 9):
+        save(tmp_path, step)
+    save(tmp_path, 4, keep_last=2)
+    assert names(tmp_path) == [step_name(s) for s in (3, 4, 9)]
+    save(tmp_path, 10, keep_last=1)
+    assert names(tmp_path) == [step_name(10)]
+
+
+def test_saving_a_step_again_replaces_it_once_the_new_one_stands(tmp_path: Path) -> None:
+    save(tmp_path, 5, value=1.0)
+    path = save(tmp_path, 5, value=2.0, keep_last=3)
+    assert path.name == "step_00000005.1"
+    assert mcore_ckpt.latest(tmp_path) == path
+    assert names(tmp_path) == [path.name]
+    assert mcore_ckpt.open(tmp_path)["model/w"][0] == 2.0
+    assert save(tmp_path, 5, value=3.0).name == "step_00000005.2"  # no retention: both are there
+    assert names(tmp_path) == ["step_00000005.1", "step_00000005.2"]
+    assert mcore_ckpt.list_checkpoints(tmp_path) == [tmp_path / "step_00000005.2"]
+
+
+def test_leftovers_are_ignored_and_swept_by_the_next_save(tmp_path: Path) -> None:
+    good = save(tmp_path, 10)
+    crashed = save(tmp_path, 20)
+    (crashed / "COMMIT").rename(crashed / "UNCOMMITTED")
+    (crashed / "model" / "w" / "c.0.__lock").write_bytes(b"")
+    (tmp_path / "step_00000030").mkdir()  # a crash right at the beginning
+    half_removed = tmp_path / "step_00000005.removed" / "model" / "w"
+    half_removed.mkdir(parents=True)
+    (half_removed / "c.0").write_bytes(b"0")
+    lock = good / "model" / "w" / "c.0.__lock"
+    lock.write_bytes(b"")
+    assert mcore_ckpt.latest(tmp_path) == good
+    assert mcore_ckpt.open(tmp_path).path == good
+    assert not mcore_ckpt.verify(tmp_path).problems
+    save(tmp_path, 20)
+    assert names(tmp_path) == [step_name(10), step_name(20)]
+    assert not lock.exists()
+    assert not list((tmp_path / step_name(20)).rglob("*.__lock"))
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step_1").mkdir()
+    foreign = tmp_path / "step_00000007"
+    foreign.mkdir()
+    (foreign / "data.bin").write_bytes(b"other program")
+    save(tmp_path, 8, keep_last=1)
+    with pytest.raises(ValueError, match="step_00000007 is in the way and not a checkpoint"):
+        save(tmp_path, 7)
+    assert names(tmp_path) == ["notes.txt", "step_00000007", "step_00000008", "step_1"]
+    assert (foreign / "data.bin").read_bytes() == b"other program"
+
+
+def test_a_damaged_marker_is_passed_over_with_a_warning_and_never_swept(tmp_path: Path) -> None:
+    old, new = save(tmp_path, 1), save(tmp_path, 2)
+    (new / "COMMIT").write_bytes(b"")
+    with pytest.warns(RuntimeWarning, match="step_00000002/COMMIT is damaged"):
+        assert mcore_ckpt.latest(tmp_path) == old
+    save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
+    assert save(tmp_path, 2).name == "step_00000002.1"
+
+
+def test_opening_what_was_never_committed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "COMMIT").rename(path / "UNCOMMITTED")
+    with pytest.raises(FileNotFoundError, match="was never committed"):
+        mcore_ckpt.open(path)
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        mcore_ckpt.open(tmp_path)
+
+
+class CannotRemove(LocalStorage):
+    """A disk from which some files cannot be removed."""
+
+    def remove(self, path: str) -> None:
+        if path.endswith("c.0"):
+            raise PermissionError(13, "busy", path)
+        super().remove(path)
+
+
+def test_what_cannot_be_removed_does_not_fail_the_save(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = {"w": LayoutTensor(torch.zeros(3), TensorLayout.whole("model/w", (3,)))}
+    storage = CannotRemove(tmp_path)
+    with pytest.warns(RuntimeWarning, match="cannot remove old checkpoints"):
+        mcore_ckpt.save(tmp_path, step=2, tensors=tensors, keep_last=1, storage=storage)
+    assert [p.name for p in mcore_ckpt.list_checkpoints(tmp_path)] == ["step_00000002"]
+    with pytest.warns(RuntimeWarning, match="cannot sweep"):
+        mcore_ckpt.save(tmp_path, step=3, tensors=tensors, storage=storage)
+    assert mcore_ckpt.latest(tmp_path) == tmp_path / "step_00000003"
+
+
+def test_keep_last_must_be_at_least_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last is 0; nearest valid: 1"):
+        save(tmp_path, 1, keep_last=0)
+    assert names(tmp_path) == []
