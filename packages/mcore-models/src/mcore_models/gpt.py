@@ -152,7 +152,7 @@ class GPT(nn.Module):
             op=self.kernels.cross_entropy,
         )
         if batch.loss_mask is not None:
-            # Not a product: an unused position's loss may be infinite, and 0 · inf is NaN.
+            # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
             losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
         return counts.mean(losses.sum())
 
