@@ -20,7 +20,8 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _INTEGER = 0xD1B54A32D192ED03  # tells a folded integer from a seed: fold(a) of b ≠ fold(b) of a
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_BLOCK = 1 << 16  # elements per pass: the dozens of passes over one block stay in cache
+_BLOCK = 1 << 16  # elements per pass on a CPU: dozens of passes over one block stay in its cache
+_GPU_BLOCK = 1 << 22  # elements per pass elsewhere, where launches cost and memory is bounded
 
 
 def _signed(value: int) -> int:
@@ -94,11 +95,12 @@ def counter_normal(key: RngKey, index: torch.Tensor) -> torch.Tensor:
     flat = index.reshape(-1)
     out = torch.empty(flat.shape, dtype=torch.float32, device=index.device)
     radius_key, angle_key = key.fold("radius"), key.fold("angle")
-    for start in range(0, flat.numel(), _BLOCK):
-        block = flat[start : start + _BLOCK]
+    size = _BLOCK if index.device.type == "cpu" else _GPU_BLOCK
+    for start in range(0, flat.numel(), size):
+        block = flat[start : start + size]
         radius = _unit_doubles(radius_key, block).log_().mul_(-2.0).sqrt_()
         angle = _unit_doubles(angle_key, block).mul_(2.0 * math.pi).cos_()
-        out[start : start + _BLOCK].copy_(radius.mul_(angle))
+        out[start : start + size].copy_(radius.mul_(angle))
     return out.reshape(index.shape)
 
 

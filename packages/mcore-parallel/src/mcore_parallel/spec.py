@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from mcore_parallel.layout import Box, Fragment, TensorLayout
-from mcore_parallel.layout.box import row_major_strides
+from mcore_parallel.layout import Box, Fragment, TensorLayout, row_major_strides
 from mcore_parallel.rng import RngKey, counter_normal, counter_uniform
 
 if TYPE_CHECKING:

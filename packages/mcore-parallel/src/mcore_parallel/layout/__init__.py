@@ -3,7 +3,7 @@
 Pure arithmetic except for `transfer` and what is built on it, which move elements over a `Group`.
 """
 
-from mcore_parallel.layout.box import Box
+from mcore_parallel.layout.box import Box, row_major_strides
 from mcore_parallel.layout.fragment import Fragment
 from mcore_parallel.layout.layout import LayoutTensor, TensorLayout
 from mcore_parallel.layout.plan import Copy, Place, RankLayouts, plan
@@ -30,5 +30,6 @@ __all__ = [
     "gather_layouts",
     "plan",
     "reshard",
+    "row_major_strides",
     "transfer",
 ]
