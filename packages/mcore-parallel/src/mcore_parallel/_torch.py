@@ -144,12 +144,10 @@ def is_alive(pg: dist.ProcessGroup) -> bool:
     return pg in world.pg_map
 
 
-def file_store(path: str, world_size: int, *, prefix: str) -> dist.Store:
+def file_store(path: str, world_size: int, *, prefix: str) -> Any:
     """Return a store over the file `path`, through which the ranks of one machine find each other.
 
     Every world uses its own prefix, so that what a dead one left behind is never read.
     """
-    file_store: Any = dist.FileStore  # type: ignore[attr-defined]
-    prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    store: dist.Store = prefix_store(prefix, file_store(path, world_size))
-    return store
+    names: Any = dist  # the stores are missing from torch's type information
+    return names.PrefixStore(prefix, names.FileStore(path, world_size))

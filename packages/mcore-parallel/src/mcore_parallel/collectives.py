@@ -238,8 +238,6 @@ def receive_into(out: Tensor, src: int, group: Group) -> Work:
 
 # --- with gradients ---------------------------------------------------------------------------
 # Each backward is one of these functions again, so that gradients of gradients work too.
-
-
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
