@@ -52,7 +52,11 @@ def locked_directory(final: Path) -> Iterator[Path]:
     while True:
         path = temporary_path(final)
         path.mkdir()
-        fd = os.open(path, os.O_RDONLY)
+        # As with files, a sweeper may be faster than the lock.
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         if _lock(fd) and path.exists():
             break
         os.close(fd)
@@ -62,8 +66,22 @@ def locked_directory(final: Path) -> Iterator[Path]:
         os.close(fd)
 
 
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Keep other processes out of the same block for `directory`; waits for its turn."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def abandoned(final: Path) -> Iterator[Path]:
-    """Yield the temporary files or directories of `final` whose process is gone."""
+    """Yield the temporary files or directories of `final` whose process is gone.
+
+    Each is locked only until the next one is asked for: remove it before.
+    """
     for path in final.parent.glob(f".{_escape(final.name)}.*.tmp"):
         try:
             fd = os.open(path, os.O_RDONLY)

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mcore_data._files import abandoned, create_temporary, fsync_path
+from mcore_data._files import abandoned, create_temporary, exclusive, fsync_path
 from mcore_data.indexed.format import MAX_LENGTH, dtype_code, index_header, sequence_offsets
 
 _CHUNK = 1 << 18  # sequences turned into offsets at a time
@@ -47,8 +47,9 @@ class IndexedWriter:
         self.num_tokens = 0
         folder = self.bin_path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        for path in [*abandoned(self.bin_path), *abandoned(self.idx_path)]:
-            path.unlink(missing_ok=True)
+        for final in (self.bin_path, self.idx_path):
+            for path in abandoned(final):
+                path.unlink(missing_ok=True)
         self._temporary, self._bin = create_temporary(self.bin_path)
         self._lengths = _spool(folder)
         self._documents = _spool(folder)
@@ -144,17 +145,22 @@ class IndexedWriter:
                     self._write_index(index)
                     index.flush()
                     fsync_path(index_path)
-                    # An index of an earlier run must never lie beside the new .bin.
-                    self.idx_path.unlink(missing_ok=True)
-                    fsync_path(self.idx_path.parent)
-                    self._temporary.replace(self.bin_path)
-                    fsync_path(self.idx_path.parent)
-                    index_path.replace(self.idx_path)
-                    fsync_path(self.idx_path.parent)
+                    self._publish(index_path)
             finally:
                 index_path.unlink(missing_ok=True)
         finally:
             self.abort()
+
+    def _publish(self, index_path: Path) -> None:
+        folder = self.idx_path.parent
+        with exclusive(folder):  # two writers of one prefix may not mix their files
+            # An index of an earlier run must never lie beside the new .bin.
+            self.idx_path.unlink(missing_ok=True)
+            fsync_path(folder)
+            self._temporary.replace(self.bin_path)
+            fsync_path(folder)
+            index_path.replace(self.idx_path)
+            fsync_path(folder)
 
     def _write_index(self, out: BinaryIO) -> None:
         out.write(
