@@ -33,6 +33,8 @@ from mcore_models import TokenBatch
 from mcore_parallel import Group, ParallelMesh, broadcast, broadcast_object
 from mcore_train.config import DataConfig, TrainConfig
 
+MOCK_SAMPLES = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Datasets:
@@ -77,9 +79,8 @@ def open_datasets(config: TrainConfig) -> Datasets:
     data = config.data
     if data.mock:
         size, vocabulary = data.seq_length, config.model.vocab_size
-        needed = config.steps * config.batch.global_size
         return Datasets(
-            train=MockSamples(needed, size, vocabulary, config.seed),
+            train=MockSamples(MOCK_SAMPLES, size, vocabulary, config.seed),
             validation=MockSamples(config.evaluate.windows, size, vocabulary, config.seed + 1),
             tokenizer=None,
         )

@@ -74,14 +74,16 @@ def find_start(config: CheckpointConfig) -> tuple[Path, bool] | None:
 
 
 def load_state(
-    session: Session, path: Path, *, weights_only: bool
+    session: Session, path: Path, *, weights_only: bool = False, reset_step: bool = False
 ) -> tuple[Progress, dict[str, Any]]:
     """Fill the session from a checkpoint of any layout; return progress and callback states.
 
-    With `weights_only` optimizer, random streams and progress start afresh.
+    With `reset_step` steps and samples are counted from 0, on whatever data the config has; weights
+    and moments are kept. With `weights_only` everything but the weights starts afresh.
 
     Raises:
-        ValueError: tensors do not fit, by name and shape, or the optimizer is of another kind.
+        ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
+            run would go on with other data.
     """
     tensors = session.optimizer.state_tensors()
     mcore_ckpt.load(path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None)
@@ -90,6 +92,8 @@ def load_state(
         return Progress(), {}
     state = mcore_ckpt.read_state(path)
     session.optimizer.load_state_dict(state["optimizer"])
+    if reset_step:
+        return Progress(), {}
     session.rng.load_state_dict(state["rng"])
     session.data.load_state_dict(state["data"])
     progress = Progress(step=state["step"], consumed=state["data"]["consumed_samples"])

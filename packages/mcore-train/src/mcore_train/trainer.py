@@ -82,10 +82,12 @@ class Trainer:
         if start is None:
             return
         path, same_run = start
-        weights_only = config.weights_only and not same_run
-        self.progress, states = load_state(self.session, path, weights_only=weights_only)
-        if config.reset_step and not same_run:
-            self.progress.step = 0
+        self.progress, states = load_state(
+            self.session,
+            path,
+            weights_only=config.weights_only and not same_run,
+            reset_step=config.reset_step and not same_run,
+        )
         self.resumed = same_run
         for callback in self.callbacks:
             if callback.name in states:

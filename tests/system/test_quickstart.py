@@ -1,0 +1,136 @@
+"""The first thing that a new user does."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BIN = Path(sys.executable).parent
+LAYOUTS = {
+    "tensor": ["--nproc", "2", "--tensor", "2"],
+    "pipeline": ["--nproc", "2", "--pipeline", "2"],
+    "data": ["--nproc", "2"],
+}
+
+
+def quickstart(out: Path, *options: str, timeout: int = 900) -> str:
+    command = [str(BIN / "mcore-train"), "quickstart", "--out", str(out), *options]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    return result.stdout
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+    """The quickstart as it stands, with its output and its seconds."""
+    out = tmp_path_factory.mktemp("quickstart") / "full"
+    start = time.perf_counter()
+    said = quickstart(out)
+    return out, said, time.perf_counter() - start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_it_learns(full: tuple[Path, str, float]) -> None:
+    """Validation loss at least 25% below the unigram entropy; every promised file is there."""
+    out, said, _ = full
+    data = json.loads((out / "data.stage.json").read_text())["results"]
+    losses = [row["validation_loss"] for row in rows(out) if "validation_loss" in row]
+    assert len(losses) >= 5
+    assert min(losses[-3:]) <= 0.75 * data["unigram"]
+    assert data["bigram"] < data["unigram"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    for part in ("train", "validation"):
+        assert (out / "data" / f"{part}.idx").is_file()
+    stages = ("corpus", "tokenizer", "data", "training", "resume", "picture")
+    lines = said.splitlines()
+    assert [line.partition(":")[0] for line in lines[: len(stages)]] == list(stages)
+    assert lines[len(stages)].startswith("def ")
+    assert "three commands to try next:" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_resume_is_exact(full: tuple[Path, str, float]) -> None:
+    out, _, _ = full
+    resume = json.loads((out / "resume.stage.json").read_text())["results"]
+    assert resume["first_validation_loss"] == resume["validation_before"]
+    assert resume["step"] == resume["first_step"] + 5
+    steps = [row["step"] for row in rows(out) if "loss" in row]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_second_call_reuses_every_stage(full: tuple[Path, str, float]) -> None:
+    out, first, _ = full
+    before = (out / "metrics.jsonl").read_bytes()
+    again = quickstart(out)
+    assert again.count("(done before)") == 5
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert again.splitlines()[-5:] == first.splitlines()[-5:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_layouts_give_the_same_losses(full: tuple[Path, str, float]) -> None:
+    """One process, tensor, pipeline and data parallel: 20 steps, to 1e-5 relative in fp32."""
+    out, _, _ = full
+    curves = {}
+    for name, options in {"one": [], **LAYOUTS}.items():
+        folder = out.parent / name
+        shutil.copytree(out, folder, ignore=shutil.ignore_patterns("checkpoints", "*.jsonl"))
+        for stage in ("training", "resume"):
+            (folder / f"{stage}.stage.json").unlink()
+        said = quickstart(folder, "--steps", "20", *options)
+        assert "tokenizer" in said
+        found = rows(folder)
+        curves[name] = [
+            (row["step"], kind, row[kind])
+            for row in found
+            for kind in ("loss", "validation_loss")
+            if kind in row
+        ]
+    reference = curves.pop("one")
+    assert max(step for step, _, _ in reference) == 25
+    for name, curve in curves.items():
+        assert [point[:2] for point in curve] == [point[:2] for point in reference], name
+        for (step, kind, value), (_, _, expected) in zip(curve, reference, strict=True):
+            assert value == pytest.approx(expected, rel=1e-5), (name, step, kind)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", "2", "--tensor", "4"], "4"),
+        (["--nproc", "3"], "global_size"),
+        (["--nproc", "4", "--tensor", "4"], "num_heads=6"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+    ],
+)
+def test_wrong_layouts_are_refused_before_anything_is_done(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    out = tmp_path / "out"
+    command = [str(BIN / "mcore-train"), "quickstart", "--out", str(out), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("mcore-train: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not out.exists()
