@@ -67,7 +67,7 @@ def needs_dtype(*dtypes: torch.dtype) -> Requirement:
     def check(target: Target) -> str | None:
         if target.dtype in dtypes:
             return None
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return f"needs {names}, the target is {str(target.dtype).removeprefix('torch.')}"
 
     return check

@@ -1,0 +1,116 @@
+"""`Kernels`: all operators resolved together."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_kernels import OPERATORS, KernelConfig, Kernels, Target, rope_cos_sin
+
+
+def test_choices_and_digest() -> None:
+    kernels = Kernels(KernelConfig(attention="reference"), Target())
+    assert list(kernels.choices()) == list(OPERATORS)
+    assert kernels.choices()["attention"] == "reference"
+    assert kernels.choices()["rms_norm"] == "eager"
+    assert kernels.digest() == Kernels(KernelConfig(attention="reference")).digest()
+    assert kernels.digest() != Kernels().digest()
+    assert Kernels(KernelConfig(attention="sdpa")).digest() == Kernels().digest()
+
+
+def test_it_prints_as_what_it_is() -> None:
+    assert repr(Kernels()) == (
+        "Kernels(cpu float32: linear=reference, rms_norm=eager, layer_norm=reference, "
+        "swiglu=reference, gelu=reference, rope=reference, attention=sdpa, cross_entropy=eager)"
+    )
+
+
+def test_a_choice_that_cannot_run_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match="swiglu: 'triton' cannot run on cpu float32: needs a CUDA"
+    ):
+        Kernels(KernelConfig(swiglu="triton"), Target())
+
+
+def test_a_model_for_another_device_is_resolved_without_it() -> None:
+    target = Target(device_type="cuda", arch=(9, 0), dtype=torch.bfloat16, head_dim=64)
+    config = KernelConfig(rms_norm="reference", swiglu="reference")  # no import of triton here
+    assert Kernels(config, target).choices()["attention"] == "flash"
+
+
+def test_copies_are_equal_and_work() -> None:
+    kernels = Kernels()
+    for one in (copy.deepcopy(kernels), pickle.loads(pickle.dumps(kernels))):
+        assert one == kernels
+        assert one.choices() == kernels.choices()
+        x, weight = torch.randn(3, 8), torch.randn(8)
+        assert torch.equal(one.rms_norm(x, weight, 1e-5), kernels.rms_norm(x, weight, 1e-5))
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Kernels().linear = None  # type: ignore[misc, assignment]
+
+
+class Layer(nn.Module):
+    """Every operator once; keeps its kernels, as modules do."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.norm = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.qkv = nn.Parameter(torch.linspace(-0.3, 0.3, 48 * 16).view(48, 16))
+        self.up = nn.Parameter(torch.linspace(0.3, -0.3, 32 * 16).view(32, 16))
+
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        kernels = self.kernels
+        qkv = kernels.linear(kernels.rms_norm(x, self.norm, 1e-5), self.qkv)
+        q, k, v = qkv.view(-1, 3, 2, 8).unbind(1)
+        cos, sin = rope_cos_sin(torch.arange(6).repeat(2), 8)
+        q, k = kernels.rope(q, k, cos, sin)
+        out, _ = kernels.attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=6,
+            max_seqlen_k=6,
+            uniform=(2, 6),
+        )
+        x = kernels.layer_norm(x + out.flatten(1), self.norm, None, 1e-5)
+        return kernels.gelu(kernels.swiglu(kernels.linear(x, self.up)))
+
+
+# torch's tracer makes an instance of every autograd function, against its own advice.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+def test_a_module_compiles_in_one_graph() -> None:
+    layer = Layer(Kernels())
+    x, cu_seqlens = torch.randn(12, 16), torch.tensor([0, 6, 12], dtype=torch.int32)
+    layer(x, cu_seqlens).square().sum().backward()
+    expected = [parameter.grad for parameter in layer.parameters()]
+    layer.zero_grad()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x, cu_seqlens).square().sum().backward()
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_module_is_copied_with_its_kernels() -> None:
+    layer = Layer(Kernels())
+    twin = copy.deepcopy(layer)
+    x, cu_seqlens = torch.randn(12, 16), torch.tensor([0, 6, 12], dtype=torch.int32)
+    assert torch.equal(twin(x, cu_seqlens), layer(x, cu_seqlens))
+    assert twin.norm is not layer.norm
+
+
+def test_operators_run_on_meta() -> None:
+    with torch.device("meta"):
+        layer = Layer(Kernels()).to("meta")
+        kernels = layer.kernels
+        x = torch.empty(12, 16)
+        assert kernels.swiglu(kernels.rms_norm(x, layer.norm, 1e-5)).shape == (12, 8)

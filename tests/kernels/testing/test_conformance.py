@@ -1,0 +1,182 @@
+"""The conformance suite over everything registered, and over planted faults that it must find."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore_kernels import Implementation, Target, resolve
+from mcore_kernels.ops.attention.reference import ReferenceAttention
+from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
+from mcore_kernels.ops.linear.reference import ReferenceLinear
+from mcore_kernels.testing import assert_matches_reference, cases, runnable
+from mcore_kernels.testing.cases import scattered
+from mcore_kernels.testing.compare import assert_close
+
+CUDA = Target(device_type="cuda", arch=(9, 0))
+
+
+@pytest.mark.parametrize(("op", "implementation"), runnable(Target()))
+def test_on_cpu(op: str, implementation: str) -> None:
+    done = assert_matches_reference(op, implementation)
+    assert len(done) >= 36
+    assert {line.partition(":")[0] for line in done} >= {"float32", "bfloat16", "float16"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("op", "implementation"), runnable(CUDA))
+def test_on_cuda(op: str, implementation: str) -> None:
+    assert len(assert_matches_reference(op, implementation, target=Target.of("cuda"))) >= 36
+
+
+def test_what_is_covered() -> None:
+    """Every operator meets odd sizes, nothing, tensors in pieces, NaN and large values."""
+    for op in ("linear", "rms_norm", "layer_norm", "swiglu", "gelu", "cross_entropy"):
+        names = " | ".join(case.name for case in cases(op))
+        for kind in ("NaN", "scattered", "large", "no tokens|no rows"):
+            assert any(word in names for word in kind.split("|")), (op, kind)
+
+
+def test_another_seed_is_other_numbers() -> None:
+    first, again, other = (cases("gelu", seed=seed)[0].arguments["x"] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert assert_matches_reference("gelu", "reference", seed=7)
+
+
+def test_one_that_can_run_nowhere_here_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match="rms_norm: 'triton' cannot run on cpu float32: needs a CU"
+    ):
+        assert_matches_reference("rms_norm", "triton")
+
+
+# ------------------------------------------------------------------- planted faults
+
+
+def _eps_outside(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + eps) * weight).to(x)
+
+
+def _rounds_before_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(wide, x.shape[-1:], eps=eps).to(x.dtype) * weight.to(x.dtype)
+
+
+def _float32_inside(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _reads_memory_as_it_lies(gate_up: torch.Tensor) -> torch.Tensor:
+    lying = gate_up.as_strided(
+        gate_up.shape, torch.empty(gate_up.shape).stride(), gate_up.storage_offset()
+    )
+    gate, up = lying.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _hides_nan(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.nan_to_num().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _no_gradient_of_up(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up.detach()
+
+
+class _Rounds(ReferenceLinear):
+    def weight_grad(
+        self, dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product = dy.t() @ x
+        return product if out is None else out.add_(product)
+
+
+class _LocalDelta(ReferenceAttention):
+    def backward_block(self, grad_out, q, k, v, *, out, lse, visibility):  # type: ignore[no-untyped-def]
+        out, lse = self.forward_block(q, k, v, visibility)
+        return super().backward_block(grad_out, q, k, v, out=out, lse=lse, visibility=visibility)
+
+
+class _TopLeft(ReferenceAttention):
+    def __call__(self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, **rest):  # type: ignore[no-untyped-def]
+        lq, lk = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+        if rest.get("causal", True) and bool((lq < lk).any()):
+            rest["causal"] = False
+        return super().__call__(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **rest
+        )
+
+
+class _ForgetsSmoothing(ReferenceVocabLoss):
+    def backward(self, *arguments, on_target, on_all, out):  # type: ignore[no-untyped-def]
+        super().backward(*arguments, on_target=on_target, on_all=0.0, out=out)
+
+
+def _fault(op: str, fn: object) -> Implementation:
+    return Implementation(op=op, name="fault", fn=fn)
+
+
+EPS_OUTSIDE = _fault("rms_norm", _eps_outside)
+ROUNDS_EARLY = _fault("rms_norm", _rounds_before_weight)
+FLOAT32_INSIDE = _fault("swiglu", _float32_inside)
+AS_IT_LIES = _fault("swiglu", _reads_memory_as_it_lies)
+HIDES_NAN = _fault("swiglu", _hides_nan)
+NO_GRADIENT = _fault("swiglu", _no_gradient_of_up)
+ROUNDS_GRADIENT = _fault("linear", _Rounds())
+LOCAL_DELTA = _fault("attention", _LocalDelta())
+TOP_LEFT = _fault("attention", _TopLeft())
+NO_SMOOTHING = _fault("cross_entropy", _ForgetsSmoothing())
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("EPS_OUTSIDE", "in float64"),
+        ("ROUNDS_EARLY", "in bfloat16"),
+        ("FLOAT32_INSIDE", "in float64"),
+        ("AS_IT_LIES", "scattered"),
+        ("HIDES_NAN", "NaN: result 0: 0 NaNs, expected 1"),
+        ("NO_GRADIENT", "gradient of gate_up"),
+        ("ROUNDS_GRADIENT", "in float32: plain: weight_grad into torch.float64"),
+        ("LOCAL_DELTA", "uniform: backward: dq"),
+        ("TOP_LEFT", "prefill behind a cache"),
+        ("NO_SMOOTHING", "smoothing: gradient"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, message: str) -> None:
+    op = globals()[fault].op
+    with pytest.raises(AssertionError) as error:
+        assert_matches_reference(op, f"{__name__}:{fault}")
+    assert message in str(error.value)
+
+
+def test_a_good_implementation_of_ones_own_passes() -> None:
+    assert assert_matches_reference("swiglu", f"{__name__}:GOOD")
+
+
+GOOD = _fault("swiglu", resolve("swiglu", target=Target(), require="reference"))
+
+
+def test_comparison_sees_shape_dtype_and_infinity() -> None:
+    one = torch.ones(2)
+    with pytest.raises(AssertionError, match=r"thing: dtype torch.float32, expected torch.float64"):
+        assert_close(one, one.double(), dtype=torch.float64, label="thing")
+    with pytest.raises(AssertionError, match=r"expected torch.Size\(\[3\]\)"):
+        assert_close(one, torch.ones(3).double(), dtype=torch.float32)
+    with pytest.raises(AssertionError, match="infinities differ at 1"):
+        assert_close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf]), dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"element 1 of \(2,\) is 1.00001\d+, expected 1,"):
+        assert_close(torch.tensor([1.0, 1.00001]), one.double(), dtype=torch.float32)
+    assert_close(torch.tensor([1.0, 1.0000002]), one.double(), dtype=torch.float32)
+
+
+def test_tensors_in_pieces_are_what_they_say() -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(scattered(x), x)
+    assert scattered(x).stride() == (9, 2)
+    assert not replace(cases("gelu")[0], name="x").expanded

@@ -1,0 +1,120 @@
+"""Triton kernels against the specification, under torch.compile, and beyond their limits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from mcore_kernels import OPERATORS, KernelConfig, Kernels, Target, resolve
+from mcore_kernels.ops.rms_norm.limits import MAX_HIDDEN
+from mcore_kernels.testing import assert_matches_reference
+
+NAMES = [op for op, operator in OPERATORS.items() if operator.get("triton") is not None]
+
+# The interpreter computes with numpy, which warns where a GPU keeps silent (exp of a large number).
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_it_matches_the_specification(op: str, target: Target) -> None:
+    done = assert_matches_reference(op, "triton", target=target)
+    assert {line.partition(":")[0] for line in done} == {"float32", "bfloat16", "float16"}
+
+
+def test_it_is_chosen_here(target: Target) -> None:
+    kernels = Kernels(KernelConfig(), target)
+    assert [kernels.choices()[op] for op in NAMES] == ["triton"] * len(NAMES)
+    for one in (copy.deepcopy(kernels), pickle.loads(pickle.dumps(kernels))):
+        assert one.choices() == kernels.choices()
+
+
+def test_many_rows_per_program(target: Target) -> None:
+    """More rows than one round of the backward's programs takes, for short and for long rows."""
+    device = target.device_type
+    norm = resolve("rms_norm", target=target, require="triton")
+    reference = resolve("rms_norm", target=target, require="reference")
+    for rows, hidden in ((700, 3), (40, 2050)) if device == "cpu" else ((70_001, 3), (9001, 4096)):
+        x = torch.randn(rows, hidden, device=device, requires_grad=True)
+        weight = torch.randn(hidden, device=device, requires_grad=True)
+        dy = torch.randn(rows, hidden, device=device)
+        found = torch.autograd.grad(norm(x, weight, 1e-5), (x, weight), dy)
+        wanted = torch.autograd.grad(reference(x, weight, 1e-5), (x, weight), dy)
+        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1], wanted[1], atol=2e-6 * rows**0.5, rtol=1e-4)
+
+
+def test_what_it_cannot_take_goes_to_the_declared_second(target: Target) -> None:
+    device = target.device_type
+    norm = resolve("rms_norm", target=target, require="triton")
+    reference = resolve("rms_norm", target=target, require="reference")
+    for shape, dtype in (((2, MAX_HIDDEN + 1), torch.float32), ((2, 8), torch.float64)):
+        x, weight = torch.randn(*shape, dtype=dtype, device=device), torch.ones(shape[-1])
+        weight = weight.to(device, dtype)
+        assert torch.equal(norm(x, weight, 1e-5), reference(x, weight, 1e-5))
+    swiglu = resolve("swiglu", target=target, require="triton")
+    x = torch.randn(2, 8, dtype=torch.float64, device=device)
+    assert torch.equal(swiglu(x), resolve("swiglu", target=target, require="reference")(x))
+
+
+def test_the_widest_row_it_takes(target: Target) -> None:
+    device = target.device_type
+    x = torch.randn(2, MAX_HIDDEN, device=device, requires_grad=True)
+    weight = torch.ones(MAX_HIDDEN, device=device, requires_grad=True)
+    norm = resolve("rms_norm", target=target, require="triton")
+    reference = resolve("rms_norm", target=target, require="reference")
+    dy = torch.randn_like(x)
+    found = torch.autograd.grad(norm(x, weight, 1e-5), (x, weight), dy)
+    wanted = torch.autograd.grad(reference(x, weight, 1e-5), (x, weight), dy)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_results_repeat_bit_for_bit(target: Target) -> None:
+    x = torch.randn(300, 40, device=target.device_type, requires_grad=True)
+    weight = torch.randn(40, device=target.device_type, requires_grad=True)
+    norm = resolve("rms_norm", target=target, require="triton")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        y = norm(x, weight, 1e-5)
+        return y, *torch.autograd.grad(y.square().sum(), (x, weight))
+
+    for one, other in zip(run(), run(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_odd_width_is_an_error(target: Target) -> None:
+    swiglu = resolve("swiglu", target=target, require="triton")
+    with pytest.raises(ValueError, match="so it is even; got 7"):
+        swiglu(torch.ones(2, 7, device=target.device_type))
+
+
+def test_what_torch_asks_of_an_operator(target: Target) -> None:
+    """Schema, fake results and autograd registration hold (torch's own checker)."""
+    device = target.device_type
+    norm = resolve("rms_norm", target=target, require="triton")
+    swiglu = resolve("swiglu", target=target, require="triton")
+    x = torch.randn(3, 5, 8, device=device, requires_grad=True)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    norm(x, weight, 1e-5)
+    swiglu(x)
+    ops = torch.ops.mcore_kernels
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.rms_norm.default, (x, weight, 1e-5), test_utils=checks)
+    torch.library.opcheck(ops.swiglu.default, (x,), test_utils=checks)
+
+
+def test_they_compile_in_one_graph(target: Target) -> None:
+    device = target.device_type
+    kernels = Kernels(KernelConfig(), target)
+    x = torch.randn(6, 16, device=device, requires_grad=True)
+    weight = torch.linspace(0.5, 1.5, 16, device=device).requires_grad_()
+
+    def network(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return kernels.swiglu(kernels.rms_norm(x, weight, 1e-5)).square().sum()
+
+    expected = torch.autograd.grad(network(x, weight), (x, weight))
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x, weight), (x, weight))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
