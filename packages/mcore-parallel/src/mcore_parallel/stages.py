@@ -11,8 +11,9 @@ def stage_layers(num_layers: int, pp: int, counts: Sequence[int] | None = None) 
     Without `counts` the stages are as even as possible, the first ones larger. `counts` gives every
     stage's number of layers (an uneven first or last stage included; 0 for a stage that holds only
     the embedding or the head). Where every stage holds several chunks (interleaving), pass
-    pp · chunks as `pp`: entry c · pp + s then is chunk c of stage s. ValueError when they do not cover the layers exactly, or when there
-    are fewer layers than stages and no counts say which stages are empty.
+    pp · chunks as `pp`: entry c · pp + s then is chunk c of stage s. ValueError when the counts do
+    not cover the layers exactly, or when there are fewer layers than stages and no counts say which
+    stages are empty.
     """
     if pp < 1 or num_layers < 0:
         raise ValueError(
