@@ -130,13 +130,13 @@ def train_layouts(combinations, dtype, device):
     return results
 
 
-def alone(rule, dtype=torch.float32):
-    model = Model(dtype)
+def alone(rule, dtype, device):
+    model = Model(dtype).to(device)
     specs = param_specs(model, tp=Group.single(), sequence_parallel=False)
     masters = {name: param.detach().float() for name, param in model.named_parameters()}
     states = {name: RULES[rule].init(value) for name, value in masters.items()}
     norms = []
-    for step, micro_batches in enumerate(batches(3, 6, dtype), start=1):
+    for step, micro_batches in enumerate(batches(3, 6, dtype).to(device), start=1):
         sums = {name: torch.zeros_like(value) for name, value in masters.items()}
         for x in micro_batches:
             model.zero_grad()
@@ -157,7 +157,8 @@ def alone(rule, dtype=torch.float32):
     found = {f"model/{name}": value for name, value in masters.items()}
     for name, state in states.items():
         found |= {f"{kind}/{name}": tensor for kind, tensor in state.items()}
-    return norms, [param.detach().clone() for param in model.parameters()], found
+    found = {name: tensor.cpu() for name, tensor in found.items()}
+    return norms, [param.detach().cpu() for param in model.parameters()], found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -185,7 +186,7 @@ def compare_layouts(ranks, world, dtype, device):
     ]
     by_rank = ranks.run(train_layouts, world, combinations, dtype, device, device=device)
     for i, (rule, *_, overlap) in enumerate(combinations):
-        norms, params, state = alone(rule, dtype)
+        norms, params, state = alone(rule, dtype, device)
         # bf16 parameters can differ by one rounding after fp32 masters that differ in the last bit.
         rough = (
             {"rtol": 1e-2, "atol": 1e-3}

@@ -262,8 +262,7 @@ def test_a_tensor_that_no_header_describes():
         channel.send(torch.ones(1, dtype=torch.complex64), 1)
 
 
-def test_a_frozen_start_and_an_unused_input_send_zero():
-    """A stage that does not use what it received gives a zero gradient back, not none."""
+def test_a_frozen_model_runs_without_a_backward():
     model = Layers([0, 1, 2, 3, 4, 5])
     model.requires_grad_(False)
     losses = run_schedule(one_f_one_b(1, 1)[0], model, batches([2]), Group.single())
