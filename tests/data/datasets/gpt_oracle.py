@@ -76,7 +76,10 @@ def main():
                 if dataset is None:
                     continue
                 out[f"{i}/{part}/indices"] = np.array(dataset.indices)
-                samples = [dataset[j] for j in range(len(dataset))]
+                for name in ("document_index", "sample_index", "shuffle_index"):
+                    out[f"{i}/{part}/{name}"] = np.array(getattr(dataset, name))
+                chosen = range(0, len(dataset), config["stride"])
+                samples = [dataset[j] for j in chosen]
                 for key in samples[0] if samples else ():
                     out[f"{i}/{part}/{key}"] = np.stack([s[key].numpy() for s in samples])
     np.savez(sys.argv[2], **out)

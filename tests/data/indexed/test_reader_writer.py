@@ -244,3 +244,33 @@ def test_a_killed_writer_leaves_nothing_that_stays(tmp_path):
             second.add_document([2])
     assert IndexedReader(tmp_path / "c")[0].tolist() == [1]
     assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx"]
+
+
+_WRITERS = """
+import os, sys
+from mcore_data import IndexedWriter
+
+gate, opener = os.pipe()
+children = []
+for i in range(8):
+    child = os.fork()
+    if child == 0:
+        os.read(gate, 1)
+        with IndexedWriter(sys.argv[1], "uint16") as writer:
+            writer.add_document([i] * (i + 1))
+        os._exit(0)
+    children.append(child)
+os.write(opener, b"." * 8)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def test_writers_of_one_prefix_do_not_mix_their_files(tmp_path):
+    for _ in range(3):
+        run = [sys.executable, "-c", _WRITERS, tmp_path / "c"]
+        output = subprocess.run(run, stdout=subprocess.PIPE, check=True).stdout
+        assert output.decode() == f"{[0] * 8}\n"
+        (tokens,) = list(IndexedReader(tmp_path / "c"))
+        assert tokens.tolist() == [tokens[0]] * (tokens[0] + 1)
+        assert (tmp_path / "c.bin").stat().st_size == tokens.nbytes
+        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx"]

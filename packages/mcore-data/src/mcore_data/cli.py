@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 
 def _workers() -> int:
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

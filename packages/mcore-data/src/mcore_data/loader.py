@@ -5,7 +5,7 @@ B: samples of a micro-batch. S: tokens of a sample. N: segments in a micro-batch
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -57,7 +57,7 @@ def _load_all(dataset: SampleSource, parts: Sequence[NDArray[np.int64]]) -> list
     return [_load(dataset, ids) for ids in parts]
 
 
-def _prefetched(jobs: Iterator[Callable[[], T]], depth: int) -> Iterator[T]:
+def _prefetched(jobs: Iterator[Callable[[], T]], depth: int) -> Generator[T]:
     """Yield the results of `jobs` in order; a thread works up to `depth` jobs ahead.
 
     An exception in a job is raised here, in its turn.
@@ -141,7 +141,7 @@ class MicroBatchLoader:
         self.micro_batch_size = micro_batch_size
         self.consumed = consumed
         self._prefetch = prefetch
-        self._steps: Iterator[list[MicroBatch]] | None = None
+        self._steps: Generator[list[MicroBatch]] | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -188,7 +188,7 @@ class MicroBatchLoader:
         """Stop reading ahead; the next step starts again from `consumed`."""
         steps, self._steps = self._steps, None
         if steps is not None:
-            steps.close()  # type: ignore[attr-defined]
+            steps.close()
 
     def __enter__(self) -> Self:
         return self

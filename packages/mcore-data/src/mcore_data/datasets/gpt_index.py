@@ -39,7 +39,7 @@ class GPTIndex:
 class _Plan:
     num_epochs: int
     separate_last: bool
-    num_before_last: int  # samples that end before the last epoch does begin to matter
+    num_before_last: int  # samples that lie wholly before the last epoch
 
 
 def _plan(epoch_tokens: int, seq_length: int, num_samples: int | None, extra: int) -> _Plan:
