@@ -17,6 +17,7 @@ SAVER = """
 import os, sys
 import torch
 import mcore_ckpt
+import mcore_ckpt.tensorstore_engine  # starts no thread yet, so that forking is safe
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 torch.set_num_threads(1)

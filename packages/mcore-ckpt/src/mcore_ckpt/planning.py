@@ -5,6 +5,7 @@ Pure arithmetic: every rank computes the same plan from the same descriptions.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from mcore_parallel.layout import (
     TensorLayout,
     check_tiling,
     plan,
+    row_major_strides,
 )
-from mcore_parallel.layout.box import row_major_strides
+
+_IMBALANCE = 1.1  # a rank may write this many times the average before it hands chunks over
 
 
 @dataclass(frozen=True)
@@ -182,32 +185,37 @@ def _tensor_table(
 def _assign(
     tensors: Mapping[str, TensorInfo], layouts: Sequence[Mapping[str, TensorLayout]]
 ) -> list[Chunk]:
-    """Give each chunk one writer: near where its elements are, with no rank writing much more.
+    """Give each chunk one writer: where most of it is, with no rank writing much more than others.
 
-    Large chunks first, each goes to the holder, or the least loaded rank of all, for which the
-    bytes it then has to write plus those of this chunk that it has to receive are fewest.
+    First every chunk goes to the rank that holds most of it; of replicas, to the one with the least
+    to write so far, large chunks first. Then ranks above the average hand chunks over, those first
+    that they hold least of.
     """
     held = _held_elements(tensors, layouts)
-    sizes = {
+    size = {
         (name, number): info.grid.box(number).numel * stored_type(info.dtype).itemsize
         for name, info in tensors.items()
         for number in range(info.grid.num_chunks)
     }
     load = [0] * len(layouts)
-    chunks = []
-    for (name, number), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        itemsize = stored_type(tensors[name].dtype).itemsize
-        holders = held[name, number]
-        cost = {
-            rank: load[rank] + size - min(size, elements * itemsize)
-            for rank, elements in holders.items()
-        }
-        idle = min(range(len(load)), key=load.__getitem__)
-        cost.setdefault(idle, load[idle] + size)
-        writer = min(sorted(cost), key=cost.__getitem__)
-        load[writer] += size
-        chunks.append(Chunk(name, number, writer))
-    return sorted(chunks, key=lambda chunk: (chunk.name, chunk.number))
+    writer: dict[tuple[str, int], int] = {}
+    for chunk in sorted(size, key=lambda chunk: (-size[chunk], chunk)):
+        holders = held[chunk]
+        writer[chunk] = min(holders, key=lambda rank: (-holders[rank], load[rank], rank))
+        load[writer[chunk]] += size[chunk]
+    limit = _IMBALANCE * sum(load) / len(load)
+    by_load = [(value, rank) for rank, value in enumerate(load)]
+    heapq.heapify(by_load)
+    for chunk in sorted(size, key=lambda chunk: (held[chunk][writer[chunk]], chunk)):
+        giver = writer[chunk]
+        idle_load, idle = by_load[0]
+        if load[giver] > limit and idle_load + size[chunk] < load[giver]:
+            load[giver] -= size[chunk]
+            load[idle] += size[chunk]
+            writer[chunk] = idle
+            heapq.heapreplace(by_load, (load[idle], idle))
+            # The giver's entry is too high now; it only makes the giver look busier than it is.
+    return [Chunk(name, number, writer[name, number]) for name, number in sorted(size)]
 
 
 def _held_elements(

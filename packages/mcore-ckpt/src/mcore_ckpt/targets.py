@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def compare(
         for name, (shape, dtype) in of_rank.items():
             info = manifest.tensors.get(name)
             if info is None:
-                if math.prod(shape):
+                if 0 not in shape:
                     missing.add(name)
             elif list(info.shape) != shape:
                 mismatched.add(f"{name} (checkpoint {list(info.shape)}, here {shape})")
@@ -96,7 +95,7 @@ def compare(
     have = {
         name
         for name, info in manifest.tensors.items()
-        if selected(name, prefixes) and math.prod(info.shape)
+        if selected(name, prefixes) and info.num_bytes
     }
     return LoadReport(
         step=manifest.step,
