@@ -1,3 +1,18 @@
-from mcore_parallel.testing.plugin import ranks
+"""The pool of ranks of this test session."""
 
-__all__ = ["ranks"]
+from collections.abc import Iterator
+
+import pytest
+
+from mcore_parallel.testing import RankPool
+
+# Imported once, before the workers are forked: importing them in each of sixteen costs minutes.
+# torch.testing.assert_close needs torch.distributed.tensor.
+PRELOAD = ("pytest", "torch.distributed.tensor", "mcore_train.parity", "mcore_inference")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Yield the pool of gloo ranks of this test session."""
+    with RankPool(max_ranks=16, preload=PRELOAD) as pool:
+        yield pool

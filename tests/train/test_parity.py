@@ -62,7 +62,7 @@ def test_layouts_equal_one_process(
     parallel = ParallelConfig.parse(layout)
     size = world_size(parallel)
     tree = config_to_tree(dataclasses.replace(config, parallel=parallel))
-    found = ranks.run(record_rank, size, tree, STEPS, timeout=120)[0]
+    found = ranks.run(record_rank, size, tree, STEPS, timeout=200)[0]
     report = compare(reference, found, layout=layout, world_size=size)
     assert report.holds, report.first_failure()
     names = {d.name for d in report.differences if d.kind == "gradient"}

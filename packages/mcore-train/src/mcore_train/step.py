@@ -46,7 +46,7 @@ class Step:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.channel = Channel(session.mesh.pp)
+        self.channel = Channel(session.mesh.pp, device=session.mesh.device)
         self.actions = stage_actions(session.mesh, session.plan.micro_batches)
 
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> tuple[Tensor, int]:
