@@ -85,6 +85,14 @@ def test_module_paths_are_global_names_and_tied_parameters_appear_once() -> None
     assert names_of(prefixed) == {key: (f"vision.{key}",) for key in specs}
 
 
+def test_tied_parameters_of_modules_that_answer_for_themselves_appear_once() -> None:
+    first, second = Sharded(group(0, 2)), Sharded(group(0, 2))
+    second.weight = first.weight
+    model = nn.ModuleDict({"embedding": first, "head": second})
+    specs = param_specs(model, tp=group(0, 2), sequence_parallel=False)
+    assert names_of(specs) == {"embedding.weight": ("embedding.weight",)}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_together_hold_every_tensor(size: int) -> None:
     specs = [

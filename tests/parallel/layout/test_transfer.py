@@ -1,4 +1,5 @@
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,11 +143,8 @@ def mixed_dtypes_in_small_rounds(max_bytes: int) -> int:
         calls += 1
         return original(*args, **kwargs)
 
-    dist.all_to_all_single = counted
-    try:
+    with mock.patch.object(dist, "all_to_all_single", counted):
         transfer(plan(sources, targets), mine, other, group, max_bytes=max_bytes)
-    finally:
-        dist.all_to_all_single = original
     for i, dtype in enumerate(kinds):
         content = (torch.arange(15).view(5, 3) % (2 if dtype is torch.bool else 100)).to(dtype)
         assert torch.equal(other[f"w{i}"], content.t()), dtype
@@ -159,6 +157,31 @@ def test_dtypes_share_a_buffer_and_rounds_bound_its_size(ranks: RankPool, size: 
     few, *others = ranks.run(mixed_dtypes_in_small_rounds, size, 100)
     assert few > 1
     assert others == [few] * (size - 1)
+
+
+def bytes_sent(source: torch.dtype, target: torch.dtype) -> int:
+    """Rank 0 gives rank 1 a tensor of 64 elements; returns the bytes that leave this rank."""
+    group = Group.world()
+    whole = TensorLayout.whole("w", (8, 8))
+    sent = 0
+    original = dist.all_to_all_single
+
+    def counted(out: Any, buffer: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += buffer.numel() * buffer.itemsize
+        return original(out, buffer, *args, **kwargs)
+
+    copies = plan({0: {"a": whole}}, {1: {"b": whole}})
+    sources = {"a": torch.ones(8, 8, dtype=source)}
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        transfer(copies, sources, {"b": torch.zeros(8, 8, dtype=target)}, group)
+    return sent
+
+
+def test_elements_travel_in_the_smaller_dtype(ranks: RankPool) -> None:
+    assert ranks.run(bytes_sent, 2, torch.float32, torch.bfloat16) == [128, 0]
+    assert ranks.run(bytes_sent, 2, torch.bfloat16, torch.float32) == [128, 0]
+    assert ranks.run(bytes_sent, 2, torch.float8_e4m3fn, torch.float64) == [64, 0]
 
 
 def gathered() -> dict[str, torch.Tensor]:
