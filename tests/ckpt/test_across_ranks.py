@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,12 @@ def failing_saves(folder: Path) -> list[str]:
     odd = group.rank == 1
 
     def save(**changes: Any) -> str:
-        arguments = {"step": 20, "tensors": good, "group": group, "keep_last": 1} | changes
+        arguments: dict[str, Any] = {
+            "step": 20,
+            "tensors": good,
+            "group": group,
+            "keep_last": 1,
+        } | changes
         return error_of(lambda: mcore_ckpt.save(folder, **arguments))
 
     whole = TensorLayout.whole("model/same", (2,))
@@ -291,9 +297,7 @@ def failing_loads(folder: Path) -> list[str]:
         {"model/uneven": longer} if odd else {},
         {"x": unstored} if odd else {},
     ]
-    errors = [
-        error_of(lambda more=more: mcore_ckpt.load(folder, tensors | more, group)) for more in bad
-    ]
+    errors = [error_of(partial(mcore_ckpt.load, folder, tensors | more, group)) for more in bad]
     errors.append(error_of(lambda: mcore_ckpt.load(folder / "nowhere", tensors, group)))
     return errors
 

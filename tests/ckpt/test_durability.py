@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mcore_ckpt
-from mcore_ckpt.commit import Status, read_manifest, scan
+from mcore_ckpt.commit import Status, StepDirectory, read_manifest, scan
 from mcore_ckpt.testing import (
     Operation,
     RecordingStorage,
@@ -82,7 +82,8 @@ def faults(recorded: Recorded, seen: set[tuple[int, int]] | None = None) -> Iter
     for done, survival, tree in all_crashes(recorded):
         storage = TreeStorage(tree)
         where = f"crash after {done} operations, survival {survival!r}"
-        committed, broken = [], []
+        committed: list[StepDirectory] = []
+        broken: list[str] = []
         for found in scan(storage):
             if found.status is Status.COMMITTED:
                 committed.append(found)

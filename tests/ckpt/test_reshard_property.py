@@ -99,7 +99,8 @@ def layouts(
     ranks: RankLayouts = [{} for _ in range(num_ranks)]
     fused: dict[str, TensorLayout] = {}
     names = list(tensors)
-    if tensors[names[0]][0] and draw(st.booleans()):  # gate and up as a fused weight
+    fuse: bool = draw(st.booleans())
+    if tensors[names[0]][0] and fuse:  # gate and up as a fused weight
         parts = [TensorLayout.whole(name, tensors[name][0]) for name in names[:2]]
         fused["fused"] = TensorLayout.concat(parts)
         names = names[2:]
@@ -170,11 +171,11 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
             assert opened[name].dtype == value.dtype
             assert torch.equal(bits(opened[name]), bits(value)), name
         assert not mcore_ckpt.verify(Path(folder)).problems
-    for value in loaded.values():
-        expected = torch.zeros_like(value.tensor)
-        for fragment, view in value.layout.views(expected):
+    for held in loaded.values():
+        expected = torch.zeros_like(held.tensor)
+        for fragment, view in held.layout.views(expected):
             view.copy_(values[fragment.name][fragment.box.slices])
-        assert torch.equal(bits(value.tensor), bits(expected))
+        assert torch.equal(bits(held.tensor), bits(expected))
 
 
 def test_chunks_do_not_depend_on_the_layout(tmp_path: Path) -> None:

@@ -26,6 +26,32 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
     assert not mcore_ckpt.verify(path).problems
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_a_device_and_back(tmp_path: Path, device: str) -> None:
+    value = torch.arange(60.0).view(6, 10)
+    on_device = {
+        "w": whole("model/w", value.to(device)),
+        "b": whole("model/b", value.to(device, torch.bfloat16)),
+    }
+    path = save(tmp_path, on_device, chunk_bytes=64)
+    back = {
+        "w": whole("model/w", torch.zeros(6, 10, device=device)),
+        "b": whole("model/b", torch.zeros(6, 10, device=device, dtype=torch.float16)),
+    }
+    mcore_ckpt.load(path, back)
+    assert torch.equal(back["w"].tensor.cpu(), value)
+    assert torch.equal(back["b"].tensor.cpu(), value.half())
+
+
 def test_parameters_and_non_contiguous_tensors(tmp_path: Path) -> None:
     value = torch.arange(6.0).view(2, 3)
     tensors = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mcore_ckpt.manifest import FileInfo, sha256
-from mcore_ckpt.names import FILES, check_path
-from mcore_ckpt.storage import Storage
+from mcore_ckpt.names import check_path
 
 
 def collect_files(files: Mapping[str, Path | bytes]) -> dict[str, bytes]:
@@ -36,25 +34,3 @@ def collect_files(files: Mapping[str, Path | bytes]) -> dict[str, bytes]:
         else:
             add(name, source.read_bytes())
     return contents
-
-
-def write_files(
-    storage: Storage, checkpoint: str, contents: Mapping[str, bytes]
-) -> dict[str, FileInfo]:
-    """Write the files below `<checkpoint>/files/`, durably, and return their manifest entries."""
-    if not contents:
-        return {}
-    directories: dict[str, None] = {checkpoint: None}
-    for name, data in contents.items():
-        *above, _ = f"{FILES}/{name}".split("/")
-        for depth in range(len(above)):
-            directory = f"{checkpoint}/{'/'.join(above[: depth + 1])}"
-            if directory not in directories:
-                storage.make_directory(directory)
-                directories[directory] = None
-        storage.put(f"{checkpoint}/{FILES}/{name}", data)
-    storage.sync(f"{checkpoint}/{FILES}/{name}" for name in contents)
-    storage.sync(directories)
-    return {
-        name: FileInfo(num_bytes=len(data), sha256=sha256(data)) for name, data in contents.items()
-    }

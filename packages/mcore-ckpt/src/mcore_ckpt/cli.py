@@ -50,17 +50,19 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from mcore_ckpt.inspecting import count
     from mcore_ckpt.verifying import verify
 
     found = verify(arguments.directory)
     for problem in found.problems:
         print(problem)
     if found.problems:
-        count = len(found.problems)
-        print(f"{found.path}: damaged ({count} problem{'s' if count > 1 else ''})")
+        print(f"{found.path}: damaged ({count(len(found.problems), 'problem')})")
         return 1
-    print(
-        f"{found.path}: whole ({found.num_tensors} tensors, {found.num_chunks} chunks, "
-        f"{found.num_bytes} bytes checked)"
+    seen = (
+        count(found.num_tensors, "tensor"),
+        count(found.num_chunks, "chunk"),
+        count(found.num_bytes, "byte"),
     )
+    print(f"{found.path}: whole ({', '.join(seen)} checked)")
     return 0

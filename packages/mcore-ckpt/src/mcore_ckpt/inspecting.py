@@ -55,7 +55,7 @@ def render(summary: Mapping[str, Any]) -> str:
         groups.setdefault(prefix, {})[rest] = info
     for prefix, tensors in groups.items():
         size = _size(sum(info["bytes"] for info in tensors.values()))
-        lines.append(f"  {prefix}/  {_count(len(tensors), 'tensor')}, {size}")
+        lines.append(f"  {prefix}/  {count(len(tensors), 'tensor')}, {size}")
         names = max(map(len, tensors))
         shapes = max(len(str(info["shape"])) for info in tensors.values())
         lines += (
@@ -64,16 +64,17 @@ def render(summary: Mapping[str, Any]) -> str:
             for name, info in tensors.items()
         )
     if summary["files"]:
-        lines.append(f"  files/  {_count(len(summary['files']), 'file')}")
+        lines.append(f"  files/  {count(len(summary['files']), 'file')}")
         lines += (f"    {name}  {_size(size)}" for name, size in summary["files"].items())
     if summary["state"]:
         lines.append(f"  state: {', '.join(summary['state'])}")
-    total = _count(len(summary["tensors"]), "tensor")
+    total = count(len(summary["tensors"]), "tensor")
     lines.append(f"  total: {total}, {_size(summary['total_bytes'])}")
     return "\n".join(lines)
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

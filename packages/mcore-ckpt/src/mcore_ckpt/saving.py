@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.attachments import collect_files, write_files
+from mcore_ckpt.attachments import collect_files
 from mcore_ckpt.commit import begin, commit, remove_checkpoint, retain
-from mcore_ckpt.documents import all_documents, all_groups, array_document, encode
+from mcore_ckpt.documents import all_documents, array_document, encode
 from mcore_ckpt.dtypes import stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
-from mcore_ckpt.manifest import Manifest, check_json, producer
-from mcore_ckpt.names import DOCUMENT, groups_of
+from mcore_ckpt.manifest import FileInfo, Manifest, check_json, producer, sha256
+from mcore_ckpt.names import DOCUMENT, FILES
 from mcore_ckpt.planning import Chunk, Round, WritePlan, plan_save
 from mcore_ckpt.request import check_same, make_request
 from mcore_ckpt.storage import LocalStorage, Storage
+from mcore_ckpt.writer import Writer
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, transfer
 
@@ -133,8 +134,6 @@ class _Saving:
     what: str
     plan: WritePlan
     checksums: dict[Chunk, int] = field(default_factory=dict)
-    _files: dict[str, None] = field(default_factory=dict)
-    _directories: dict[str, None] = field(default_factory=dict)
 
     def run(
         self, tensors: Mapping[str, LayoutTensor], state: Any, files: Mapping[str, Path | bytes]
@@ -151,13 +150,21 @@ class _Saving:
 
         passing = (ValueError, FileNotFoundError)
         name: str = together(self.group, self.what, start, passing=passing)[0]
-        failure = self._write(name, tensors)
+        writer = Writer(self.storage, name)
+        failure = self._write(name, writer, tensors)
+
+        def settle() -> list[tuple[str, int, int]]:
+            if failure:
+                raise failure
+            writer.sync()
+            return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
+
         try:
-            rows = together(self.group, self.what, lambda: self._settle(failure))
+            rows = together(self.group, self.what, settle)
             together(
                 self.group,
                 self.what,
-                lambda: self._commit(name, rows, state, contents) if first else None,
+                lambda: self._commit(name, writer, rows, state, contents) if first else None,
             )
         except (CheckpointError, ValueError):
             if first:  # gives the space back; if that fails too, the next save sweeps it
@@ -166,7 +173,9 @@ class _Saving:
             raise
         return name
 
-    def _write(self, name: str, tensors: Mapping[str, LayoutTensor]) -> Exception | None:
+    def _write(
+        self, name: str, writer: Writer, tensors: Mapping[str, LayoutTensor]
+    ) -> Exception | None:
         """Exchange and write round by round; return what went wrong on this rank.
 
         A rank that cannot write goes on exchanging, since the others need what it holds.
@@ -181,12 +190,12 @@ class _Saving:
                     if writing:
                         writing.wait()
                     if failure is None:
-                        chunks = self._chunks(name, batch, buffers)
+                        chunks = self._chunks(name, writer, batch, buffers)
                         writing = self.engine.write(self.storage, chunks)
                         hashed = pool.map(lambda chunk: zlib.crc32(chunk.data), chunks)
                         self.checksums.update(zip(batch.of(self.group.rank), hashed, strict=True))
                 except Exception as error:  # reported to all ranks at the end
-                    failure, writing = error, None
+                    failure = failure or error
         try:
             if writing:
                 writing.wait()
@@ -208,61 +217,47 @@ class _Saving:
         return buffers
 
     def _chunks(
-        self, name: str, batch: Round, buffers: Mapping[str, torch.Tensor]
+        self, name: str, writer: Writer, batch: Round, buffers: Mapping[str, torch.Tensor]
     ) -> list[ChunkData]:
         """Create the arrays that this rank's chunks of a round belong to, and return the chunks."""
         chunks = []
         for chunk in batch.of(self.group.rank):
             info = self.plan.tensors[chunk.name]
-            array = f"{name}/{chunk.name}"
-            self._make_array(name, chunk.name)
+            writer.make_directory(chunk.name)
             if chunk.number == 0:
-                self._put(f"{array}/{DOCUMENT}", encode(array_document(info)))
-            self._files[f"{array}/{info.grid.key(chunk.number)}"] = None
-            data = to_numpy(buffers[chunk.key])
-            chunks.append(ChunkData(array=array, info=info, number=chunk.number, data=data))
+                writer.put(f"{chunk.name}/{DOCUMENT}", encode(array_document(info)))
+            writer.wrote(f"{chunk.name}/{info.grid.key(chunk.number)}")
+            chunks.append(
+                ChunkData(
+                    array=f"{name}/{chunk.name}",
+                    info=info,
+                    number=chunk.number,
+                    data=to_numpy(buffers[chunk.key]),
+                )
+            )
         return chunks
-
-    def _make_array(self, name: str, tensor: str) -> None:
-        """Create the directory of an array and those above it, and remember to sync them."""
-        for path in (name, *(f"{name}/{group}" for group in groups_of(tensor)), f"{name}/{tensor}"):
-            if path not in self._directories:
-                if path != name:
-                    self.storage.make_directory(path)
-                self._directories[path] = None
-
-    def _put(self, path: str, data: bytes) -> None:
-        self.storage.put(path, data)
-        self._files[path] = None
-
-    def _settle(self, failure: Exception | None) -> list[tuple[str, int, int]]:
-        """Make what this rank wrote durable; return the checksums as (tensor, chunk, CRC-32)."""
-        if failure:
-            raise failure
-        self.storage.sync(self._files)
-        self.storage.sync(self._directories)
-        self._files.clear()
-        return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
 
     def _commit(
         self,
         name: str,
+        writer: Writer,
         rows: list[list[tuple[str, int, int]]],
         state: Any,
         contents: Mapping[str, bytes],
     ) -> None:
-        """On rank 0, when everything else is durable: the remaining documents, files, manifest."""
+        """On rank 0, when the chunks are durable: remaining documents, files, manifest, marker."""
         documents = all_documents(self.plan.tensors)
-        self._put(f"{name}/{DOCUMENT}", documents[DOCUMENT])
-        self._directories[name] = None
-        for group in all_groups(self.plan.tensors):
-            self._make_array(name, group)
-            self._put(f"{name}/{group}/{DOCUMENT}", documents[f"{group}/{DOCUMENT}"])
-        for tensor, info in self.plan.tensors.items():
-            if not info.grid.num_chunks:  # no elements: nobody wrote a chunk of it
-                self._make_array(name, tensor)
-                self._put(f"{name}/{tensor}/{DOCUMENT}", documents[f"{tensor}/{DOCUMENT}"])
-        self._settle(None)
+        written = {
+            f"{tensor}/{DOCUMENT}"
+            for tensor, info in self.plan.tensors.items()
+            if info.grid.num_chunks  # its array document came with its first chunk
+        }
+        for path, data in documents.items():
+            if path not in written:
+                writer.put(path, data)
+        for file, data in contents.items():
+            writer.put(f"{FILES}/{file}", data)
+        writer.sync()
         checksums: dict[str, dict[int, int]] = {tensor: {} for tensor in self.plan.tensors}
         for row in rows:
             for tensor, number, crc in row:
@@ -277,7 +272,10 @@ class _Saving:
                 for tensor, info in self.plan.tensors.items()
             },
             documents={path: zlib.crc32(data) for path, data in documents.items()},
-            files=write_files(self.storage, name, contents),
+            files={
+                file: FileInfo(num_bytes=len(data), sha256=sha256(data))
+                for file, data in contents.items()
+            },
             state=state,
             producer=producer(),
         )
