@@ -90,6 +90,8 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     from mcore_train.pretrain import pretrain
 
     summary = pretrain(_load(args, rest), nproc=args.nproc)
+    if summary.rank:
+        return 0
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
     validation = summary.validation_loss
     if validation is not None:

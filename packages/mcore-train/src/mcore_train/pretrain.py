@@ -31,13 +31,14 @@ from mcore_train.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run ended with: the last values logged, None where there were none.
+    """What a run ended with, seen from `rank`: the last values, None where there were none.
 
     `first_step` is where it started from; `checkpoint` the newest committed one;
     `first_validation_loss` the first of the run, which is that of its start with
     `evaluate.at_start`.
     """
 
+    rank: int
     first_step: int
     step: int
     loss: float | None
@@ -131,6 +132,7 @@ def run_rank(tree: Mapping[str, Any]) -> RunSummary:
         mesh.close()
     directory = config.checkpoint.directory
     return RunSummary(
+        rank=mesh.rank,
         first_step=last.first_step,
         step=trainer.step,
         loss=last.loss,
