@@ -2,10 +2,18 @@
 
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.engine import Engine
-from mcore_inference.llm import LLM, load_weights
+from mcore_inference.llm import LLM, Prompt, load_weights
+from mcore_inference.output import completion, continuation
 from mcore_inference.request import Completion, FinishReason, Request
 from mcore_inference.runner import ModelRunner
-from mcore_inference.sampling import SamplingParams, allowed_probabilities, greedy, sample
+from mcore_inference.sampling import (
+    SamplingParams,
+    allowed_probabilities,
+    greedy,
+    log_probabilities,
+    sample,
+)
+from mcore_inference.scheduler import Scheduler
 
 __all__ = [
     "LLM",
@@ -14,10 +22,15 @@ __all__ = [
     "Engine",
     "FinishReason",
     "ModelRunner",
+    "Prompt",
     "Request",
     "SamplingParams",
+    "Scheduler",
     "allowed_probabilities",
+    "completion",
+    "continuation",
     "greedy",
     "load_weights",
+    "log_probabilities",
     "sample",
 ]

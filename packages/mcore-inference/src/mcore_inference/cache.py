@@ -1,65 +1,159 @@
 """Keys and values of earlier tokens.
 
-N sequences, K kv heads of this rank, D head size, T new tokens of a forward pass.
+K kv heads of this rank, D head size, T new tokens of a forward pass, N sequences in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+Rows = slice | Tensor
+"""Slots of the pool: a slice where they lie in one piece, else indices int64."""
+
+
+@dataclass(kw_only=True)
+class _Span:
+    """A sequence's stretch of slots; the first `length` of them are filled."""
+
+    start: int
+    capacity: int
+    length: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """Where a forward pass writes and reads."""
+
+    write: Rows
+    read: Rows
+    cu_seqlens: Tensor
+    max_seqlen: int
+
 
 class ContiguousCache:
-    """A block of `capacity` token slots for each of N sequences, in every layer.
+    """A pool of token slots in every layer, of which each open sequence has one stretch.
 
-    Satisfies `mcore_models.KVCache`. Before each forward pass `begin` says how many new tokens each
-    sequence brings; every layer then calls `extend` once. A layer's tensors are allocated at its
-    first use, so that a pipeline stage holds only its own layers.
+    Satisfies `mcore_models.KVCache`. `open` gives a sequence its slots, `close` gives them back.
+    Before each forward pass `begin` says how many new tokens each sequence brings; every layer then
+    calls `extend` once. A layer's tensors are made at its first use, so that a pipeline stage holds
+    only its own layers; they grow with what is open, and go when nothing is.
     """
 
-    def __init__(self, num_sequences: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.lengths = [0] * num_sequences
+    def __init__(self) -> None:
+        self._spans: dict[int, _Span] = {}
+        self._opened = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._write = torch.empty(0, dtype=torch.int64)
-        self._read = torch.empty(0, dtype=torch.int64)
-        self._cu_seqlens = torch.zeros(1, dtype=torch.int32)
-        self._max_seqlen = 0
+        self._pass: _Pass | None = None
 
-    def begin(self, new_tokens: list[int], device: torch.device) -> None:
-        """Make room for `new_tokens[n]` more tokens of sequence n (0: it sits this pass out).
+    @property
+    def num_slots(self) -> int:
+        """Slots that the pool needs for what is open."""
+        return max((span.stop for span in self._spans.values()), default=0)
+
+    def open(self, capacity: int) -> int:
+        """Reserve `capacity` slots in the first gap that is wide enough; return the sequence's id.
 
         Raises:
-            ValueError: a sequence would outgrow the capacity.
+            ValueError: `capacity` is not positive.
         """
-        write: list[Tensor] = []
-        read: list[Tensor] = []
-        for n, count in enumerate(new_tokens):
-            end = self.lengths[n] + count
-            if end > self.capacity:
+        if capacity < 1:
+            raise ValueError(f"a sequence needs at least 1 token slot, not {capacity}")
+        start = 0
+        for span in sorted(self._spans.values(), key=lambda span: span.start):
+            if span.start - start >= capacity:
+                break
+            start = span.stop
+        sequence = self._opened
+        self._opened += 1
+        self._spans[sequence] = _Span(start=start, capacity=capacity)
+        return sequence
+
+    def close(self, sequence: int) -> None:
+        """Give the slots of a sequence back."""
+        del self._spans[sequence]
+        if not self._spans:
+            self._layers.clear()
+
+    def length(self, sequence: int) -> int:
+        """Return how many tokens of a sequence are cached."""
+        return self._spans[sequence].length
+
+    def begin(self, new: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Start a pass over new tokens: pairs (sequence, how many), in the order of the batch.
+
+        Raises:
+            ValueError: a sequence would outgrow its slots; nothing has changed.
+        """
+        spans = [self._spans[sequence] for sequence, _ in new]
+        for span, (sequence, count) in zip(spans, new, strict=True):
+            if span.length + count > span.capacity:
                 raise ValueError(
-                    f"sequence {n} needs {end} token slots and the cache has {self.capacity}"
+                    f"sequence {sequence} needs {span.length + count} token slots and has "
+                    f"{span.capacity}"
                 )
-            if count:
-                base = n * self.capacity
-                write.append(torch.arange(base + self.lengths[n], base + end))
-                read.append(torch.arange(base, base + end))
-                self.lengths[n] = end
-        sizes = torch.tensor([0, *(len(rows) for rows in read)])
-        self._write = torch.cat(write).to(device)
-        self._read = torch.cat(read).to(device)
-        self._cu_seqlens = sizes.cumsum(0).to(device, torch.int32)
-        self._max_seqlen = int(sizes.max())
+        write: list[tuple[int, int]] = []
+        read: list[tuple[int, int]] = []
+        for span, (_, count) in zip(spans, new, strict=True):
+            end = span.start + span.length + count
+            write.append((end - count, end))
+            read.append((span.start, end))
+            span.length += count
+        lengths = [span.length for span in spans]
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        self._pass = _Pass(
+            write=_rows(write, device),
+            read=_rows(read, device),
+            cu_seqlens=bounds.to(device, torch.int32),
+            max_seqlen=max(lengths),
+        )
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """See `mcore_models.KVCache.extend`: k and v are [T, K, D] of the tokens of this pass."""
-        if layer not in self._layers:
-            slots = len(self.lengths) * self.capacity
-            self._layers[layer] = (
-                k.new_zeros(slots, *k.shape[1:]),
-                v.new_zeros(slots, *v.shape[1:]),
-            )
-        keys, values = self._layers[layer]
-        keys[self._write] = k
-        values[self._write] = v
-        return keys[self._read], values[self._read], self._cu_seqlens, self._max_seqlen
+        """See `mcore_models.KVCache.extend`: k and v are [T, K, D] of the tokens of this pass.
+
+        The keys and values returned may be views of the pool: read them before the next pass.
+        """
+        now = self._pass
+        assert now is not None, "begin comes before extend"
+        old = self._layers.get(layer)
+        keys = _pool(old and old[0], k, self.num_slots)
+        values = _pool(old and old[1], v, self.num_slots)
+        self._layers[layer] = keys, values
+        _put(keys, now.write, k)
+        _put(values, now.write, v)
+        return _take(keys, now.read), _take(values, now.read), now.cu_seqlens, now.max_seqlen
+
+
+def _rows(stretches: list[tuple[int, int]], device: torch.device) -> Rows:
+    if len(stretches) == 1:
+        return slice(*stretches[0])
+    return torch.cat([torch.arange(a, b) for a, b in stretches]).to(device)
+
+
+def _pool(old: Tensor | None, like: Tensor, slots: int) -> Tensor:
+    """Return `old` with room for `slots` rows shaped like those of `like`."""
+    if old is not None and old.shape[0] >= slots:
+        return old
+    # Not zeros: a slot is written before it is read, and untouched memory costs nothing.
+    new = like.new_empty(slots, *like.shape[1:])
+    if old is not None:
+        new[: old.shape[0]] = old
+    return new
+
+
+def _put(pool: Tensor, rows: Rows, new: Tensor) -> None:
+    if isinstance(rows, slice):
+        pool[rows] = new
+    else:
+        pool.index_copy_(0, rows, new)
+
+
+def _take(pool: Tensor, rows: Rows) -> Tensor:
+    return pool[rows] if isinstance(rows, slice) else pool.index_select(0, rows)

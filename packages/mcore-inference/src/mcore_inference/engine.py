@@ -2,62 +2,148 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Iterable, Sequence
 
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
-from mcore_inference.sampling import sample
+from mcore_inference.sampling import log_probabilities, sample
+from mcore_inference.scheduler import Scheduler
 
 
 class Engine:
-    """Generates a batch of requests together until each is finished.
+    """Generates requests together; one may join or leave between any two steps.
 
-    The first pass reads all prompts at once (as packed sequences of any lengths), every later one
-    adds one token per unfinished request.
+    A step is one forward pass over the whole prompts of the requests that join (packed, of any
+    lengths) and one token of each that runs already. What a request gets does not depend on the
+    others. All ranks of the model's mesh make the same calls.
+
+    Args:
+        runner: the model.
+        max_sequences: how many requests run at a time; others wait.
+        max_batch_tokens: how many tokens a pass may hold; a longer prompt runs alone.
+        vocab_size: sample from the first so many tokens only, for a model with more rows than its
+            tokenizer has ids; default all.
+
+    Raises:
+        ValueError: a limit is not positive.
     """
 
-    def __init__(self, runner: ModelRunner, *, max_positions: int | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_sequences: int = 64,
+        max_batch_tokens: int = 8192,
+        vocab_size: int | None = None,
+    ) -> None:
         self.runner = runner
-        self.max_positions = max_positions
+        self.vocab_size = vocab_size
+        self._scheduler = Scheduler(max_sequences=max_sequences, max_batch_tokens=max_batch_tokens)
+        self._cache = ContiguousCache()
+        self._sequences: dict[Request, int] = {}
 
-    def run(self, requests: list[Request]) -> None:
-        """Fill in the tokens and the finish reasons of `requests`.
+    def run(self, requests: Sequence[Request]) -> None:
+        """Finish `requests`: fill in their tokens, log-probabilities and finish reasons.
 
         Raises:
-            ValueError: a prompt is empty, or does not fit with its `max_tokens`; nothing has run.
+            ValueError: as `add` does, and which of several it was; then none has run.
+            FloatingPointError: as `step` does; then all of them are dropped.
         """
-        for request in requests:
-            self._check(request)
-        pending = [request for request in requests if request.finish_reason is None]
-        if not pending:
-            return
-        # The last token generated is never read back, hence no slot for it.
-        capacity = max(len(r.prompt) + r.params.max_tokens - 1 for r in pending)
-        cache = ContiguousCache(len(pending), capacity)
-        new = [list(request.prompt) for request in pending]
-        while any(new):
-            logits = self.runner(new, cache).float()
-            active = [request for request, tokens in zip(pending, new, strict=True) if tokens]
-            chosen = sample(logits, [r.params for r in active], [len(r.tokens) for r in active])
-            logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0].tolist()
-            for request, token, logprob in zip(active, chosen.tolist(), logprobs, strict=True):
-                request.append(token, logprob)
-            new = [r.tokens[-1:] if r.finish_reason is None else [] for r in pending]
+        for index, request in enumerate(requests):
+            try:
+                self.check(request)
+            except ValueError as error:
+                which = f"prompt {index + 1} of {len(requests)}: " if len(requests) > 1 else ""
+                raise ValueError(f"{which}{error}") from None
+        try:
+            for request in requests:
+                self.add(request)
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        except BaseException:
+            self.abort(requests)
+            raise
 
-    def _check(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
+        """Let a request take part from the next step that has room for it.
+
+        Raises:
+            ValueError: the prompt is empty, has a token outside the vocabulary, or does not fit
+                the learned positions together with `max_tokens`.
+        """
+        self.check(request)
+        if request.finish_reason is None:
+            self._scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Generate one token of every running request; return those that are finished by it.
+
+        Raises:
+            FloatingPointError: the model's logits are not numbers. After this or any other error
+                the requests that ran are dropped.
+        """
+        for request in self._scheduler.admit():
+            self._sequences[request] = self._cache.open(request.capacity)
+        running = list(self._scheduler.running)
+        if not running:
+            return []
+        try:
+            self._advance(running)
+        except BaseException:
+            self.abort(running)  # a pass cut short leaves their caches half written
+            raise
+        finished = [request for request in running if request.finish_reason is not None]
+        self.abort(finished)
+        return finished
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Drop requests and their caches, at whatever point; those not here are passed over."""
+        for request in requests:
+            self._scheduler.remove(request)
+            sequence = self._sequences.pop(request, None)
+            if sequence is not None:
+                self._cache.close(sequence)
+
+    def _advance(self, running: list[Request]) -> None:
+        """One forward pass, and the next token of each request."""
+        sequences = [self._sequences[request] for request in running]
+        new = [
+            (sequence, request.tokens_from(self._cache.length(sequence)))
+            for request, sequence in zip(running, sequences, strict=True)
+        ]
+        logits = self.runner(new, self._cache).float()
+        for request, peak in zip(running, logits.amax(-1).tolist(), strict=True):
+            if not math.isfinite(peak):
+                raise FloatingPointError(
+                    f"the model's logits after {request.num_tokens} tokens are not finite "
+                    f"(largest: {peak}): check its weights"
+                )
+        generated = [len(request.tokens) for request in running]
+        chosen = sample(logits[:, : self.vocab_size], [r.params for r in running], generated)
+        logprobs = log_probabilities(logits, chosen).tolist()
+        for request, token, logprob in zip(running, chosen.tolist(), logprobs, strict=True):
+            request.append(token, logprob)
+
+    def check(self, request: Request) -> None:
+        """Raise the ValueError that `add` would."""
+        config = self.runner.model.config
         prompt, most = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise ValueError("the prompt is empty: give at least one token")
-        vocabulary = self.runner.model.config.vocab_size
-        for token in request.prompt:
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
-        limit = self.max_positions
-        if limit is not None and prompt + most > limit:
-            fits = limit - prompt
-            advice = f"use max_tokens {fits} or less" if fits >= 0 else "use a shorter prompt"
+        for index, token in enumerate(request.prompt):
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(
+                    f"token {token} at place {index} of the prompt is outside the model's "
+                    f"vocabulary: 0 to {config.vocab_size - 1}"
+                )
+        limit = config.max_positions
+        if config.position == "learned" and request.capacity > limit:
+            # The last token generated needs no position: the model never reads it.
+            fits = limit - prompt + 1
+            advice = f"max_tokens {fits} or less" if fits > 0 else f"{limit} prompt tokens or less"
             raise ValueError(
-                f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's "
-                f"{limit} positions: {advice}"
+                f"a prompt of {prompt} tokens and max_tokens={most} do not fit the model's "
+                f"{limit} positions: use {advice}"
             )

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mcore_ckpt
 from mcore_data import Tokenizer, load_tokenizer
 from mcore_inference.engine import Engine
+from mcore_inference.output import completion
 from mcore_inference.request import Completion, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import SamplingParams
 from mcore_kernels import KernelConfig
 from mcore_models import GPT, ModelConfig, build_model
-from mcore_parallel import LayoutTensor, ParallelMesh
+from mcore_parallel import Group, LayoutTensor, ParallelMesh, broadcast_object
+
+Prompt = str | Sequence[int]
+"""A text, or its tokens."""
 
 
 class LLM:
@@ -24,107 +29,168 @@ class LLM:
         llm = LLM.from_checkpoint("runs/quickstart/checkpoints")
         print(llm.generate("def ", SamplingParams(max_tokens=32))[0].text)
 
-    With a mesh of several ranks (tp), all of them construct it and make the same calls, and all get
-    the same answers.
+    The model is put into evaluation mode. When its mesh has several ranks, all of them construct
+    the object and make the same calls, and all get the same answers.
+
+    Args:
+        model: the whole model, or this rank's part of one cut over tp.
+        tokenizer: its tokenizer. Only ids that it knows are sampled.
+        max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
+
+    Raises:
+        ValueError: the model is cut in a way that generation does not run with, or has fewer rows
+            than the tokenizer has ids.
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, *, mesh: ParallelMesh | None = None
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        max_sequences: int = 64,
+        max_batch_tokens: int = 8192,
     ) -> None:
+        rows, ids = model.config.vocab_size, tokenizer.vocab_size
+        if ids > rows:
+            raise ValueError(
+                f"the tokenizer has {ids} ids and the model only {rows} rows: they do not belong "
+                f"together"
+            )
         self.model = model.eval()
         self.tokenizer = tokenizer
-        learned = model.config.position == "learned"
         self.engine = Engine(
-            ModelRunner(model, mesh or ParallelMesh.single()),
-            max_positions=model.config.max_positions if learned else None,
+            ModelRunner(model),
+            max_sequences=max_sequences,
+            max_batch_tokens=max_batch_tokens,
+            vocab_size=ids,
         )
 
     @staticmethod
     def from_checkpoint(
         path: str | Path,
         *,
+        tokenizer: Tokenizer | str | Path | None = None,
         mesh: ParallelMesh | None = None,
         dtype: torch.dtype = torch.float32,
         kernels: KernelConfig | None = None,
+        max_sequences: int = 64,
+        max_batch_tokens: int = 8192,
     ) -> LLM:
         """Load a checkpoint: a step folder, or a folder of them (then the newest committed one).
 
-        The weights are read straight into the layout of `mesh` (default: one process on the CPU),
-        whatever layout they were trained in, and converted to `dtype`.
+        The weights are read straight into the layout of the mesh, whatever layout they were trained
+        in, and converted to `dtype`. All ranks of the mesh call it; metadata crosses `mesh.world`.
+
+        Args:
+            path: where the checkpoint lies, the same on all ranks.
+            tokenizer: one, or where it lies, in place of the checkpoint's own.
+            mesh: the ranks over which to cut the model; default this process alone, on the CPU.
+            dtype: of weights and hidden states.
+            kernels: which operators to use (default: the best that run on the device).
+            max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
 
         Raises:
-            ValueError: no committed checkpoint there, or one without architecture or tokenizer.
+            FileNotFoundError: there is no committed checkpoint.
+            ValueError: it has no architecture or no tokenizer, or what the constructor raises.
+            mcore_ckpt.CheckpointError: it is damaged.
         """
-        checkpoint = mcore_ckpt.open(path)
-        try:
-            config = ModelConfig(**checkpoint.state["config"]["model"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{checkpoint.path}: no model architecture in it ({error})") from None
-        tokenizer = load_tokenizer(checkpoint.path / "files" / "tokenizer")
         mesh = mesh or ParallelMesh.single()
-        model = build_model(config, mesh, kernels=kernels or KernelConfig(), dtype=dtype, key=None)
-        load_weights(model, checkpoint.path, mesh)
-        return LLM(model, tokenizer, mesh=mesh)
+        # One rank chooses: while a run still saves, others might find a newer one.
+        folder, state = _open_together(Path(path), mesh.world)
+        config = _architecture(folder, state)
+        if tokenizer is None:
+            tokenizer = folder / "files" / "tokenizer"
+            if not tokenizer.is_dir():
+                raise ValueError(f"{folder} has no tokenizer in it: give one")
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(tokenizer)
+        model = build_model(config, mesh, kernels=kernels, dtype=dtype, key=None)
+        load_weights(model, folder)
+        return LLM(model, tokenizer, max_sequences=max_sequences, max_batch_tokens=max_batch_tokens)
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Return one completion per prompt, in order.
 
         Args:
-            prompts: one text or several; they are generated together.
+            prompts: a text, or several texts or lists of tokens; they are generated together.
             params: one for all, or one per prompt; default `SamplingParams()`.
 
         Raises:
-            ValueError: a prompt is empty or too long, or the numbers of prompts and params differ.
+            ValueError: a prompt is empty, too long or has a token outside the vocabulary, or the
+                numbers of prompts and params differ.
+            FloatingPointError: the model's logits are not numbers.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(isinstance(prompt, int) for prompt in asked):
+            raise ValueError("prompts holds bare tokens: a prompt of tokens is a list in the list")
+        rules = list(params) if isinstance(params, Sequence) else [params or SamplingParams()]
         if not isinstance(params, Sequence):
-            params = [params or SamplingParams()] * len(texts)
-        if len(params) != len(texts):
+            rules *= len(asked)
+        if len(rules) != len(asked):
             raise ValueError(
-                f"{len(texts)} prompts and {len(params)} sampling parameters: give one, or "
-                f"{len(texts)}"
+                f"{len(asked)} prompts and {len(rules)} sampling parameters: give one, or one each"
             )
-        tokenizer = self.tokenizer
-        ends = frozenset(i for i in (tokenizer.eod_id, tokenizer.eos_id) if i is not None)
-        requests = [
-            Request(prompt=tuple(tokenizer.encode(text)), params=rule, eos_ids=ends)
-            for text, rule in zip(texts, params, strict=True)
-        ]
+        requests = [self._request(p, rule) for p, rule in zip(asked, rules, strict=True)]
         self.engine.run(requests)
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in asked]
         return [
-            self._completion(text, request) for text, request in zip(texts, requests, strict=True)
+            completion(self.tokenizer, text, request)
+            for text, request in zip(texts, requests, strict=True)
         ]
 
-    def _completion(self, text: str, request: Request) -> Completion:
-        assert request.finish_reason is not None
-        # The completion is what the whole text has more than the prompt: a piece at the seam may
-        # decode differently alone (byte pieces, leading spaces).
-        before = self.tokenizer.decode(list(request.prompt))
-        after = self.tokenizer.decode([*request.prompt, *request.tokens])
-        whole = after.startswith(before)
-        return Completion(
-            prompt=text,
-            text=after[len(before) :] if whole else self.tokenizer.decode(request.tokens),
-            prompt_token_ids=request.prompt,
-            token_ids=tuple(request.tokens),
-            logprobs=tuple(request.logprobs),
-            finish_reason=request.finish_reason,
-        )
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        tokenizer = self.tokenizer
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ends = frozenset(i for i in (tokenizer.eod_id, tokenizer.eos_id) if i is not None)
+        return Request(prompt=tuple(tokens), params=params, end_ids=ends)
 
 
-def load_weights(model: GPT, checkpoint: str | Path, mesh: ParallelMesh) -> None:
-    """Fill a model's parameters from a checkpoint, by layout; all ranks of the mesh call it."""
+def load_weights(model: GPT, checkpoint: str | Path) -> None:
+    """Fill a model's parameters from a checkpoint, whatever layout it was saved under.
+
+    All ranks of `model.mesh.world` call it.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+        ValueError: its tensors do not fit the model, by name and shape.
+        mcore_ckpt.CheckpointError: it is damaged.
+    """
     specs = model.specs()
     tensors = {
-        name: LayoutTensor(parameter.data, specs[name].layout.renamed(_model_name))
+        name: LayoutTensor(parameter.data, specs[name].layout.renamed(_stored_name))
         for name, parameter in model.named_parameters()
     }
-    mcore_ckpt.load(checkpoint, tensors, mesh.world, prefixes=("model/",))
+    mcore_ckpt.load(checkpoint, tensors, model.mesh.world, prefixes=("model/",))
 
 
-def _model_name(name: str) -> str:
+def _stored_name(name: str) -> str:
     return f"model/{name}"
+
+
+def _open_together(path: Path, world: Group) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint's folder and state as rank 0 finds them; its error on every rank."""
+    found: tuple[Path, dict[str, Any]] | Exception | None = None
+    if world.rank == 0:
+        try:
+            checkpoint = mcore_ckpt.open(path)
+            found = checkpoint.path, checkpoint.state
+        except (OSError, ValueError, mcore_ckpt.CheckpointError) as error:
+            found = error
+    found = broadcast_object(found, 0, world)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found
+
+
+def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(**state["config"]["model"])
+    except KeyError as error:
+        raise ValueError(f"{folder} has no model architecture in it: no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: its model architecture cannot be built: {error}") from None

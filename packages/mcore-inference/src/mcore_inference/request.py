@@ -10,13 +10,19 @@ from mcore_inference.sampling import SamplingParams
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Request:
-    """A sequence being generated: the prompt, the rules, and the tokens so far."""
+    """A sequence being generated: the prompt, the rules, and the tokens so far.
+
+    `end_ids` are the tokens that end a text of this tokenizer. `tokens` are those generated, the
+    one that ended the text included, and `logprobs` their log-probabilities under the model itself
+    (before temperature and cut-offs): what a learner needs who also learns where to stop.
+    `finish_reason` is None until the request is finished.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    eos_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -25,25 +31,50 @@ class Request:
         if self.params.max_tokens == 0:
             self.finish_reason = "length"
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those generated."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens the model reads at most: the last one generated is never read."""
+        return len(self.prompt) + max(self.params.max_tokens, 1) - 1
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Return prompt and generated tokens from position `start` on."""
+        if start < len(self.prompt):
+            return [*self.prompt[start:], *self.tokens]
+        return self.tokens[start - len(self.prompt) :]
+
     def append(self, token: int, logprob: float) -> None:
-        """Take the next token. A token that ends the text is not part of it."""
-        ends = self.eos_ids if not self.params.ignore_eos else frozenset()
-        if token in ends or token in self.params.stop_token_ids:
-            self.finish_reason = "stop"
-            return
+        """Take the next token, and finish if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if len(self.tokens) == self.params.max_tokens:
+        ends = token in self.end_ids and not self.params.ignore_eos
+        if ends or token in self.params.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.params.max_tokens:
             self.finish_reason = "length"
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens generated, without the one that ended the text."""
+        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A finished text.
 
-    `text` is the completion alone, `token_ids` its tokens, `logprobs` their log-probabilities under
-    the model itself (before temperature and cut-offs), `finish_reason` "stop" at an end token or
-    "length" at `max_tokens`.
+    Attributes:
+        prompt: the text that was continued.
+        text: the continuation alone, without the token that ended it.
+        prompt_token_ids: the tokens of the prompt.
+        token_ids: the tokens generated, the one that ended the text included.
+        logprobs: natural log-probability of each of `token_ids` under the model itself, before
+            temperature and cut-offs.
+        finish_reason: "stop" at an end or stop token, "length" at `max_tokens`.
     """
 
     prompt: str

@@ -11,17 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_parallel import RngKey, counter_uniform
+from mcore_parallel import RngKey
+
+# Logits come in float32 or less: a sum that misses top_p by this share of the tail has reached it.
+_TOP_P_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What a request asks of sampling.
 
-    `temperature` 0 is greedy. `top_k` keeps the k most probable tokens (0: all), then `top_p` the
-    smallest set of the most probable whose probability is at least p. `seed` makes a sample a
-    function of (seed, position) alone: the same text whatever else is in the batch. Generation
-    ends after `max_tokens`, at a stop token, or, unless `ignore_eos`, at the end-of-document token.
+    Attributes:
+        max_tokens: how many tokens to generate at most.
+        temperature: what logits are divided by; 0 takes the most probable token.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: of what `top_k` keeps, keep the fewest most probable tokens that together have at
+            least this probability; 1 keeps all.
+        seed: the random number for a token is a function of the seed and of how many tokens were
+            generated before it, so that a sample does not depend on what else is in the batch.
+            Several samples of one prompt need several seeds.
+        stop_token_ids: tokens that end the text, besides the tokenizer's own.
+        ignore_eos: go on past the tokenizer's end token.
 
     Raises:
         ValueError: a value is out of range.
@@ -36,37 +46,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
+        for name in ("max_tokens", "top_k"):
+            value = getattr(self, name)
+            if not _is_whole(value) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
+        if not _is_whole(self.seed):
+            raise ValueError(f"seed={self.seed!r} must be a whole number")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0 (0: all)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in 0 < top_p <= 1")
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """Return the most probable token of each row of [N, V]; ties go to the lowest id."""
-    best = logits == logits.amax(-1, keepdim=True)
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(best, ids, logits.shape[-1]).amin(-1)
-
-
-def allowed_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the distribution [V] (float64) that `params` samples from, for one row of logits.
-
-    Ties at the edge of top-k and top-p go to the lowest ids, so that exactly k tokens stay.
-    """
-    scaled = logits.double() / params.temperature
-    order = torch.sort(scaled, descending=True, stable=True).indices
-    p = torch.softmax(scaled, -1)[order]
-    if params.top_k:
-        p[params.top_k :] = 0
-        p = p / p.sum()
-    before = p.cumsum(0) - p
-    p = torch.where(before < params.top_p, p, 0.0)
-    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -75,18 +65,77 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     Args:
         logits: [N, V], real vocabulary only.
         params: one per row.
-        positions: number of tokens generated so far by each row; with the seed it determines the
-            random number used.
+        positions: the number of tokens generated before by each row.
     """
     chosen = greedy(logits)
-    for row, (param, position) in enumerate(zip(params, positions, strict=True)):
-        if param.temperature > 0:
-            p = allowed_probabilities(logits[row], param)
-            key = RngKey(param.seed).fold("sample", position)
-            u = counter_uniform(key, torch.zeros(1, dtype=torch.int64, device=logits.device))
-            total = p.cumsum(0)
-            # The last token with p > 0 catches u beyond a cumulative sum that rounds below 1.
-            chosen[row] = torch.searchsorted(total, u.double() * total[-1], right=True).clamp(
-                max=int(p.nonzero().max())
-            )[0]
+    rows = [row for row, param in enumerate(params) if param.temperature > 0]
+    if rows:
+        picked = [params[row] for row in rows]
+        total = allowed_probabilities(logits[rows], picked).cumsum(-1)
+        u = [_uniform(params[row].seed, positions[row]) for row in rows]
+        target = torch.tensor(u, dtype=total.dtype, device=total.device)[:, None] * total[:, -1:]
+        found = torch.searchsorted(total, target, right=True)
+        # The product may round up to the total: that belongs to the last token that adds to it.
+        last = torch.searchsorted(total, total[:, -1:].contiguous())
+        chosen[rows] = torch.minimum(found, last)[:, 0]
     return chosen
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Return the most probable token [N] of each row of [N, V]; ties go to the lowest id."""
+    return logits.argmax(-1)
+
+
+def allowed_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the distributions [N, V] (float64) that `params`, one per row of logits, sample from.
+
+    Temperature first, then top-k, then top-p on what is left, then scaled to sum 1. Ties at an edge
+    go to the lowest ids, so that exactly k tokens stay.
+    """
+    logits = logits.detach()
+    wide = logits.double()
+    temperature = _column([param.temperature or 1.0 for param in params], wide)
+    # Differences first: a tiny temperature makes them -inf at worst, never inf - inf.
+    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / temperature, -1)
+    cut = [row for row, param in enumerate(params) if param.top_k or param.top_p < 1]
+    if cut:
+        p[cut] = _cut(p[cut], logits[cut], [params[row] for row in cut])
+    cold = [row for row, param in enumerate(params) if param.temperature == 0]
+    if cold:
+        p[cold] = torch.zeros_like(p[cold]).scatter(1, greedy(logits[cold])[:, None], 1.0)
+    return p
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return ln p [N] of `tokens` [N] under the softmax of logits [N, V], in float32."""
+    logits = logits.float()
+    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _cut(p: Tensor, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply top-k and top-p to distributions p [N, V]."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    size = p.shape[-1]
+    top_k = _column([param.top_k or size for param in params], p)
+    top_p = _column([param.top_p for param in params], p)
+    p = p.gather(-1, order)
+    p = p.masked_fill(torch.arange(size, device=p.device) >= top_k, 0.0)
+    p = p / p.sum(-1, keepdim=True)
+    before = p.cumsum(-1) - p
+    reached = (before >= top_p - _TOP_P_TOLERANCE * (1 - top_p)) & (top_p < 1)
+    reached[:, 0] = False  # the most probable token stays, however small top_p is
+    p = p.masked_fill(reached, 0.0)
+    return torch.zeros_like(p).scatter(-1, order, p / p.sum(-1, keepdim=True))
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1): the upper 53 of the 64 bits that the key consists of."""
+    return float((RngKey(seed).fold("sample", position).seed >> 11) * 2.0**-53)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

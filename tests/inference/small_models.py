@@ -1,0 +1,71 @@
+"""Models, checkpoints and oracles for the tests of mcore-inference."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mcore_ckpt
+from mcore_data import ByteTokenizer
+from mcore_models import GPT, ModelConfig, gpt2, llama
+from mcore_parallel import LayoutTensor
+
+VOCABULARY = 257  # the byte tokenizer's, odd: padded under tp 2
+POSITIONS = 24
+# Wide initial values, so that the next token depends on all before and no two are near equal.
+_SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "init_std": 0.4}
+LLAMA = llama(vocab_size=VOCABULARY, num_kv_heads=2, ffn_size=48, **_SHAPE)  # type: ignore[arg-type]
+GPT2 = gpt2(vocab_size=VOCABULARY, max_positions=POSITIONS, **_SHAPE)  # type: ignore[arg-type]
+DRESSES = {"llama": LLAMA, "gpt2": GPT2}
+
+PROMPTS = ["a", "hello", "what is this", "hi"]
+DECISIVE = 1e-3
+"""Logits this far apart are told apart whatever the order of additions."""
+
+
+def last_logits(model: GPT, tokens: list[int]) -> Tensor:
+    """The logits [V] after `tokens`, from one pass over all of them without a cache."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens], device=device))
+    return logits[0, -1].float().cpu()
+
+
+def greedy_without_cache(
+    model: GPT, prompt: list[int], steps: int
+) -> tuple[tuple[int, ...], list[float]]:
+    """The greedy tokens and their log-probabilities, the whole sequence computed at every step."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(steps):
+        logits = last_logits(model, tokens)
+        best, second = logits.topk(2).values.tolist()
+        assert best - second > DECISIVE, "two tokens are nearly equal: a coin toss"
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
+    return tuple(tokens[len(prompt) :]), logprobs
+
+
+def save_checkpoint(
+    model: GPT,
+    directory: Path,
+    *,
+    step: int = 1,
+    tokenizer: bool = True,
+    config: ModelConfig | None = None,
+    state: dict[str, Any] | None = None,
+) -> Path:
+    """What a training run leaves: weights under `model/`, the config, the tokenizer's folder."""
+    specs = model.specs()
+    tensors = {
+        name: LayoutTensor(p.data, specs[name].layout.renamed(lambda name: f"model/{name}"))
+        for name, p in model.named_parameters()
+    }
+    files: dict[str, Path | bytes] = {}
+    if tokenizer:
+        files["tokenizer"] = directory.parent / "tokenizer"
+        ByteTokenizer().save(directory.parent / "tokenizer")
+    if state is None:
+        state = {"config": {"model": asdict(config or model.config)}}
+    return mcore_ckpt.save(directory, step=step, tensors=tensors, state=state, files=files)

@@ -1,0 +1,42 @@
+import inspect
+
+import mcore_inference
+
+PUBLIC = """
+LLM Completion ContiguousCache Engine FinishReason ModelRunner Prompt Request SamplingParams
+Scheduler allowed_probabilities completion continuation greedy load_weights log_probabilities sample
+"""
+
+
+def test_public_names_change_only_on_purpose() -> None:
+    assert sorted(mcore_inference.__all__) == sorted(PUBLIC.split())
+    for name in mcore_inference.__all__:
+        value = getattr(mcore_inference, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+def test_signatures_change_only_on_purpose() -> None:
+    def names(function: object) -> list[str]:
+        return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+    limits = ["max_sequences", "max_batch_tokens"]
+    assert names(mcore_inference.LLM) == ["model", "tokenizer", *limits]
+    assert names(mcore_inference.LLM.from_checkpoint) == [
+        "path",
+        "tokenizer",
+        "mesh",
+        "dtype",
+        "kernels",
+        *limits,
+    ]
+    assert names(mcore_inference.LLM.generate) == ["self", "prompts", "params"]
+    assert names(mcore_inference.SamplingParams) == [
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+    ]
