@@ -191,7 +191,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     with subprocess.Popen([sys.executable, "script.py", str(started)], cwd=tmp_path) as launcher:
         limit = time.monotonic() + 120
-        while len(pids(started)) < 2 and time.monotonic() < limit:
+        while len(pids(started)) < 2 and launcher.poll() is None and time.monotonic() < limit:
             time.sleep(0.05)
         launcher.kill()
     assert len(pids(started)) == 2
@@ -239,6 +239,27 @@ def test_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ValueError, match="RANK='one' is not a whole number"):
         init_from_env(device="cpu")
+
+
+def on_gpu() -> tuple[int, int, str, float]:
+    place = init_from_env()  # the world exists already
+    value = torch.ones(3, device=place.device)
+    dist.all_reduce(value)
+    return place.rank, place.world_size, str(place.device), float(value.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_rank_has_its_own_gpu() -> None:
+    size = min(2, torch.cuda.device_count())
+    expected = [(rank, size, f"cuda:{rank}", 3.0 * size) for rank in range(size)]
+    assert launch_local(on_gpu, size, device="cuda") == expected
+
+
+def test_more_ranks_than_gpus_are_rejected() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"nproc = {count + 1} is more than the {count} GPUs"):
+        launch_local(on_gpu, count + 1, device="cuda")
 
 
 TORCHRUN = """

@@ -139,8 +139,52 @@ def test_what_cannot_be_sent_is_rejected_before_anything_runs(ranks: RankPool) -
 
     with pytest.raises(ValueError, match=r"local.* top level of its module"):
         ranks.run(local, 2)
-    with pytest.raises(ValueError, match=r"9 ranks: this pool has 1 to 8"):
-        ranks.run(pid, 9)
+    most = ranks.max_ranks
+    for size in (0, most + 1):
+        with pytest.raises(ValueError, match=rf"{size} ranks: this pool has 1 to {most} of them"):
+            ranks.run(pid, size)
+
+
+def sum_on_both_devices() -> tuple[int, float, float]:
+    place = torch.cuda.current_device()
+    values = [torch.ones(2, device="cuda"), torch.ones(2)]
+    for value in values:
+        dist.all_reduce(value)
+    return place, float(values[0].sum()), float(values[1].sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ranks_on_gpus_have_one_each(ranks: RankPool) -> None:
+    size = min(2, torch.cuda.device_count())
+    expected = [(rank, 2.0 * size, 2.0 * size) for rank in range(size)]
+    assert ranks.run(sum_on_both_devices, size, device="cuda") == expected
+
+
+DOWNSTREAM = """
+import torch.distributed as dist
+
+class Mine:
+    def __init__(self, value):
+        self.value = value
+
+def double(given):
+    return Mine(given.value * 2 + dist.get_rank())
+
+def test_my_library(ranks):
+    assert [mine.value for mine in ranks.run(double, 2, Mine(3))] == [6, 7]
+"""
+
+
+def test_fixture_serves_a_project_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from mcore_parallel.testing.plugin import ranks", encoding="utf-8"
+    )
+    (tmp_path / "test_mine.py").write_text(DOWNSTREAM, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 SCRIPT = """
