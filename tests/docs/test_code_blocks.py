@@ -1,8 +1,8 @@
 """Every code block of the READMEs and guides runs: Python as it stands, shell line by line.
 
 Python blocks of one file share one process, in order, in an empty folder. Shell blocks run with
-`uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`, `uv sync`)
-or is this suite itself is not run again, and the quickstart is cut to a few steps: its full length has
+`uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`) or is
+this suite itself is not run again, and the quickstart is cut to a few steps: its full length has
 a test of its own (tests/system/test_quickstart.py).
 """
 
