@@ -24,6 +24,8 @@ def test_on_cpu(op: str, implementation: str) -> None:
     assert {line.partition(":")[0] for line in done} >= {"float32", "bfloat16", "float16"}
 
 
+# torch warns where a backward is the first to multiply matrices on a device; nothing is wrong then.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("op", "implementation"), runnable(CUDA))

@@ -47,8 +47,9 @@ class FlashPlan:
             *padded, *self._lengths(), 0.0, self.visibility.causal, False, **self._keywords()
         )
         out = out[..., : v.shape[-1]]
-        # The kernel marks a query that sees no key by +inf.
-        lse = lse.t().masked_fill(lse.t() == torch.inf, -torch.inf)
+        # The kernel marks by +inf a query that sees no key, and one whose scores are NaN.
+        nothing = torch.where(out[..., 0].isnan(), torch.nan, -torch.inf)
+        lse = torch.where(lse.t() == torch.inf, nothing, lse.t())
         stray = self._stray(q, self.segments.cu_seqlens_q)
         if stray is not None:
             out = out.masked_fill(stray[:, None, None], 0.0)
@@ -104,6 +105,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    # The kernel wants neighbouring elements in the last dim; gradients may come expanded.
-    x = x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.shape[-1] != size:
+        return F.pad(x, (0, size - x.shape[-1]))
+    # The kernels read 16 bytes at a time: every head has to begin at a multiple of 8 elements.
+    aligned = not any(step % 8 for step in (x.storage_offset(), *x.stride()[:-1]))
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.protocols import accumulation_dtype
+from mcore_kernels.protocols import accumulation_dtype, rounded
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,8 +27,7 @@ class _RmsNorm(torch.autograd.Function):
         square = torch.linalg.vector_norm(xw, dim=-1, keepdim=True).square_()
         rstd = square.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        y: Tensor = (xw * rstd).mul_(weight)
-        return y.to(x.dtype)
+        return rounded(torch.mul(xw * rstd, weight), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,9 @@ from mcore_kernels.protocols import accumulation_dtype
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mcore_kernels.protocols.RmsNormOp`."""
-    # One dtype throughout: torch takes mixed ones down another path, with other roundings.
+    shape = (x.shape[-1],)
+    if weight.dtype == x.dtype:
+        # torch keeps its sums, and the product with the weight, in float32.
+        return F.rms_norm(x, shape, weight, eps)
     wide = accumulation_dtype(x.dtype)
-    y = F.rms_norm(x.to(wide), (x.shape[-1],), weight.to(wide), eps)
-    return y.to(x.dtype)
+    return F.rms_norm(x.to(wide), shape, weight.to(wide), eps).to(x.dtype)

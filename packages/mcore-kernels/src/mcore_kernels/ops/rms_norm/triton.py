@@ -50,11 +50,16 @@ def _backward_kernel(
     h,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    # Each program takes one stretch of neighbouring rows, so that the next can be fetched ahead.
+    share = tl.cdiv(tl.cdiv(n, ROWS), tl.num_programs(0)) * ROWS
+    start = tl.program_id(0) * share
+    stop = tl.minimum(start + share, n)
     col = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + col, mask=col < h, other=0.0).to(tl.float32)
     dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+    for first in tl.range(start, stop, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < n)[:, None] & (col < h)[None, :]
         at = row.to(tl.int64)[:, None]
@@ -100,11 +105,13 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tens
     flat, dflat, h = rows(x), rows(dy), x.shape[-1]
     num_rows, block, warps = _tile(h)
     count = min(triton.cdiv(flat.shape[0], num_rows), programs(x, per_processor=4))
+    # Rows fetched ahead wait in shared memory, of which some GPUs have 99 KB.
+    stages = 3 if 2 * 3 * num_rows * block * x.element_size() <= 96 * 1024 else 1
     partial = x.new_empty((count, h), dtype=torch.float32)
     with on_device(x):
         _backward_kernel[(count,)](
             dflat, flat, weight.contiguous(), rstd, dx, partial, dflat.stride(0), flat.stride(0),
-            flat.shape[0], h, ROWS=num_rows, BLOCK=block, num_warps=warps,
+            flat.shape[0], h, ROWS=num_rows, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 

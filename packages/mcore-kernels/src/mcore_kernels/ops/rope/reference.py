@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.protocols import accumulation_dtype
+from mcore_kernels.protocols import accumulation_dtype, rounded
 
 
 def rope(
@@ -79,7 +79,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         swapped = torch.stack((part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
     else:
         swapped = part.roll(rotary // 2, dims=-1)
-    turned = swapped.mul_(sin).addcmul_(part, cos).to(x.dtype)
+    turned = rounded(torch.addcmul(swapped.mul_(sin), part, cos), x.dtype)
     if rotary == x.shape[-1]:
         return turned
     return torch.cat((turned, x[..., rotary:]), dim=-1)

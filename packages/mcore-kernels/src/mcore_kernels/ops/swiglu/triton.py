@@ -47,7 +47,7 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, stride_dy, stride, f, BLOCK: tl.cons
 
 
 def _grid(num_rows: int, f: int) -> tuple[tuple[int, int], int]:
-    block = min(1024, max(128, triton.next_power_of_2(f)))
+    block = min(2048, max(128, triton.next_power_of_2(f)))
     return (num_rows, triton.cdiv(f, block)), block
 
 
