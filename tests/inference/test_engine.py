@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from mcore_data import ByteTokenizer
-from mcore_inference import Engine, ModelRunner, Request, SamplingParams
+from mcore_inference import Engine, ModelRunner, Request, SamplingParams, sample
 from mcore_models import GPT, build_model
 from mcore_parallel import ParallelConfig, ParallelMesh
 
 sys.path.append(str(Path(__file__).parent))
-from small_models import DRESSES, GPT2, LLAMA, POSITIONS, PROMPTS, VOCABULARY, greedy_without_cache
+from small_models import (
+    DRESSES,
+    GPT2,
+    LLAMA,
+    POSITIONS,
+    PROMPTS,
+    VOCABULARY,
+    greedy_without_cache,
+    last_logits,
+)
 
 STEPS = 10
 DEVICES = [
@@ -96,7 +105,8 @@ def test_requests_join_and_leave_between_steps() -> None:
 
 
 def test_a_sample_is_a_function_of_the_seed_and_not_of_the_batch() -> None:
-    engine = Engine(ModelRunner(model_of("llama")))
+    model = model_of("llama")
+    engine = Engine(ModelRunner(model))
 
     def drawn(*seeds: int) -> list[list[int]]:
         rules = {"temperature": 1.5, "top_k": 50, "top_p": 0.95}
@@ -106,6 +116,12 @@ def test_a_sample_is_a_function_of_the_seed_and_not_of_the_batch() -> None:
         return [r.tokens for r in batch]
 
     together = drawn(1, 2, 3, 1)
+    tokens = ByteTokenizer().encode("hello")
+    params = SamplingParams(temperature=1.5, top_k=50, top_p=0.95, seed=1)
+    for position, token in enumerate(together[0]):
+        logits = last_logits(model, tokens)[None]
+        assert sample(logits, [params], [position]).tolist() == [token]
+        tokens.append(token)
     assert together == [drawn(seed)[0] for seed in (1, 2, 3, 1)]
     assert together[0] == together[3]
     assert len({tuple(tokens) for tokens in together}) == 3
@@ -150,11 +166,7 @@ def test_only_tokens_of_the_tokenizer_are_sampled_but_logprobs_are_the_models() 
         engine.run([got])
         assert set(got.tokens) <= set(range(few))
         assert max(got.logprobs) < -1  # most of the probability lies beyond
-        whole = request([*got.prompt, *got.tokens[:-1]], max_tokens=1)
-        logits = ModelRunner(model)  # the model's own value for the last token
-        engine_cache = type(engine._cache)()
-        sequence = engine_cache.open(len(whole.prompt))
-        row = logits([(sequence, list(whole.prompt))], engine_cache).log_softmax(-1)[0]
+        row = last_logits(model, [*got.prompt, *got.tokens[:-1]]).log_softmax(-1)
         assert got.logprobs[-1] == pytest.approx(float(row[got.tokens[-1]]), abs=1e-4)
 
 
@@ -170,6 +182,10 @@ def test_logits_that_are_no_numbers_are_an_error_and_leave_a_clean_engine(bad: f
     with pytest.raises(FloatingPointError, match=r"after 5 tokens are not finite \(largest: "):
         engine.run([request("hello"), request("hi", temperature=1.0)])
     assert engine.step() == []  # nothing is left running or waiting
+    engine.add(request("hello"))
+    with pytest.raises(FloatingPointError):
+        engine.step()
+    assert engine.step() == []
     weight[7, 3] = value
     again = request("hello")
     engine.run([again])

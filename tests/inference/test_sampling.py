@@ -76,6 +76,8 @@ def test_ties_at_an_edge_go_to_the_lowest_ids() -> None:
     assert allowed(flat, top_k=2) == [0.5, 0.5, 0, 0, 0]
     assert allowed(flat, top_p=0.6) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0])
     assert allowed(flat, top_p=0.601)[:4] == pytest.approx([0.25] * 4)
+    many = allowed(torch.zeros(5000), top_k=3000)
+    assert many == pytest.approx([1 / 3000] * 3000 + [0.0] * 2000)
     assert allowed(LOGITS, top_k=2)[3] > 0  # 3 and 5 have equal logits
     assert allowed(LOGITS, top_k=2)[5] == 0
     assert greedy(torch.tensor([[1.0, 7.0, 7.0], [2.0, 2.0, 2.0]])).tolist() == [1, 0]
@@ -86,9 +88,11 @@ def test_cutoffs_at_their_limits_keep_one_token_or_all() -> None:
     for params in ({}, {"top_k": 8}, {"top_k": 1000}, {"top_p": 1.0}, {"top_k": 0}):
         assert allowed(LOGITS, **params) == pytest.approx(everything, abs=1e-15)
     one = [0.0, 1, 0, 0, 0, 0, 0, 0]
-    for params in ({"top_k": 1}, {"top_p": 1e-12}, {"temperature": 0}, {"temperature": 1e-300}):
+    for params in ({"top_k": 1}, {"top_p": 1e-12}, {"temperature": 0}, {"temperature": 1e-320}):
         assert allowed(LOGITS, **params) == one
     assert min(allowed(LOGITS, top_p=1 - 1e-12)) > 0
+    steep = torch.tensor([0.0, -50.0, -60.0])  # the first alone rounds to 1
+    assert [x > 0 for x in allowed(steep, top_k=2, top_p=1.0)] == [True, True, False]
     hot = allowed(LOGITS, temperature=1e9)
     assert hot == pytest.approx([1 / 8] * 8, abs=1e-8)
 
@@ -96,8 +100,8 @@ def test_cutoffs_at_their_limits_keep_one_token_or_all() -> None:
 def test_top_p_is_reached_by_a_sum_that_rounding_leaves_short() -> None:
     """.5 + .3 reach .8, although their logarithms in float32 do not quite."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    for shift in (0.0, 1.7, -3.1, 0.3, 2.2):
-        row = allowed(logits + shift, top_p=0.8)
+    for shift in range(-20, 20):
+        row = allowed(logits + shift / 7, top_p=0.8)
         assert row[2:] == [0, 0]
         assert math.log(row[0]) == pytest.approx(-0.470004, abs=1e-5)
     raw = log_probabilities(logits[None], torch.tensor([0]))
@@ -170,13 +174,16 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     assert drawn == {0, 2}
 
 
-def test_the_largest_random_number_draws_the_last_token_that_counts(
+def test_the_extreme_random_numbers_draw_the_first_and_last_token_that_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    logits = torch.tensor([[0.3, 0.2, 0.1, -2000.0, -math.inf]])
-    for u, token in ((0.0, 0), (1 - 2**-53, 2)):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 5, generator=generator)
+    logits[:, 0], logits[:, 4] = -math.inf, -2000.0
+    rules = [SamplingParams(temperature=1.0)] * 300
+    for u, token in ((0.0, 1), (1 - 2**-53, 3)):
         monkeypatch.setattr("mcore_inference.sampling._uniform", lambda seed, position, u=u: u)
-        assert sample(logits, [SamplingParams(temperature=1.0)], [0]).tolist() == [token]
+        assert sample(logits, rules, [0] * 300).tolist() == [token] * 300
 
 
 def test_random_numbers_stay_the_same_over_versions() -> None:

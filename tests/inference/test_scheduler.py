@@ -50,6 +50,10 @@ def test_as_many_join_as_fit_at_once() -> None:
     assert scheduler.admit() == requests[:3]
     scheduler.remove(requests[0])
     assert scheduler.admit() == requests[3:]  # 2 running tokens and 1 of its prompt
+    scheduler.add(request(7))  # with the tokens of the 3 that run, one too many
+    assert scheduler.admit() == []
+    scheduler.remove(requests[3])
+    assert len(scheduler.admit()) == 1
 
 
 def test_a_request_can_be_removed_while_it_waits() -> None:

@@ -74,10 +74,9 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         total = allowed_probabilities(logits[rows], picked).cumsum(-1)
         u = [_uniform(params[row].seed, positions[row]) for row in rows]
         target = torch.tensor(u, dtype=total.dtype, device=total.device)[:, None] * total[:, -1:]
-        found = torch.searchsorted(total, target, right=True)
-        # The product may round up to the total: that belongs to the last token that adds to it.
-        last = torch.searchsorted(total, total[:, -1:].contiguous())
-        chosen[rows] = torch.minimum(found, last)[:, 0]
+        # The largest u, 1 - 2^-53, times any number rounds to less than that number: so the first
+        # sum beyond the target exists, and belongs to a token that adds to it.
+        chosen[rows] = torch.searchsorted(total, target, right=True)[:, 0]
     return chosen
 
 
