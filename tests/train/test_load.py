@@ -66,7 +66,7 @@ def test_a_preset_is_a_start(tmp_path: Path) -> None:
         (["--schedule.warmup_steps", "11"], "warmup_steps=11 exceeds steps=10: use 10 or less"),
         (["--schedule.min_lr", "1"], "min_lr=1.0 must lie in 0 <= min_lr <= lr"),
         (["--checkpoint.interval", "5"], "interval=5 needs checkpoint.directory"),
-        (["--data.reset_attention", "true"], "need eod_id or a tokenizer"),
+        (["--data.reset_attention", "true"], "reset_attention: .* need eod_id or a tokenizer"),
     ],
 )
 def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> None:

@@ -109,7 +109,8 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return x.mul(keep).mul_(scale)
+        # not in place: torch 2.11's compiler loses the gradient of a result handed back in place
+        return x.mul(keep).mul(scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -31,7 +31,8 @@ class DataConfig:
 
     `train` is a prefix of `.bin/.idx` files. `validation` is another one, or None: then `split`
     divides the documents of `train`. `tokenizer` is a folder written by `mcore-data
-    train-tokenizer`; it travels into the checkpoints. `mock` makes random tokens instead.
+    train-tokenizer`; it travels into the checkpoints. `mock` makes random tokens instead. The
+    four options on documents are those of `mcore_data.GPTDataset`.
     """
 
     train: Path | None = None
@@ -43,15 +44,17 @@ class DataConfig:
     reset_positions: bool = False
     reset_attention: bool = False
     mask_eod_loss: bool = False
+    mask_after_eod: bool = False
     cache: Path | None = None
     mock: bool = False
 
     def __post_init__(self) -> None:
         _require(self.seq_length >= 1, f"seq_length={self.seq_length} must be at least 1")
-        resets = self.reset_positions or self.reset_attention or self.mask_eod_loss
+        options = ("reset_positions", "reset_attention", "mask_eod_loss", "mask_after_eod")
+        asked = [name for name in options if getattr(self, name)]
         _require(
-            not resets or self.eod_id is not None or self.tokenizer is not None,
-            "reset_positions, reset_attention and mask_eod_loss need eod_id or a tokenizer",
+            not asked or self.eod_id is not None or self.tokenizer is not None,
+            f"{', '.join(asked)}: to know where documents end they need eod_id or a tokenizer",
         )
 
 

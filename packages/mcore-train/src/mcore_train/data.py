@@ -105,6 +105,7 @@ def open_datasets(config: TrainConfig) -> Datasets:
             reset_positions=data.reset_positions,
             reset_attention=data.reset_attention,
             mask_eod_loss=data.mask_eod_loss,
+            mask_after_eod=data.mask_after_eod,
             cache_dir=data.cache,
         )
 

@@ -47,7 +47,8 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_start(self)
             batches = self.session.data.batches()
-            while self.step < self.config.steps and not self.stop_requested:
+            agreed = False  # a request seen by one rank alone must not end that rank alone
+            while self.step < self.config.steps and not agreed:
                 metrics = self.train_step(
                     next(batches),
                     lr=learning_rate(self.config.schedule, self.step, self.config.steps),
@@ -56,7 +57,7 @@ class Trainer:
                 )
                 self.progress.step += 1
                 self.progress.consumed += self.config.batch.global_size
-                self.stop_requested = metrics.stop
+                agreed = metrics.stop
                 for callback in self.callbacks:
                     callback.on_step(self, metrics)
             for callback in self.callbacks:
