@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class LLM:
         in, and converted to `dtype`. All ranks of the mesh call it; metadata crosses `mesh.world`.
 
         Args:
-            path: where the checkpoint lies, the same on all ranks.
+            path: where the checkpoint lies. The one that rank 0 finds is taken, and its tokenizer.
             tokenizer: one, or where it lies, in place of the checkpoint's own.
             mesh: the ranks over which to cut the model; default this process alone, on the CPU.
             dtype: of weights and hidden states.
@@ -95,18 +96,11 @@ class LLM:
             mcore_ckpt.CheckpointError: it is damaged.
         """
         mesh = mesh or ParallelMesh.single()
-        # One rank chooses: while a run still saves, others might find a newer one.
-        folder, state = _open_together(Path(path), mesh.world)
-        config = _architecture(folder, state)
-        if tokenizer is None:
-            tokenizer = folder / "files" / "tokenizer"
-            if not tokenizer.is_dir():
-                raise ValueError(f"{folder} has no tokenizer in it: give one")
-        if isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(tokenizer)
-        model = build_model(config, mesh, kernels=kernels, dtype=dtype, key=None)
-        load_weights(model, folder)
-        return LLM(model, tokenizer, max_sequences=max_sequences, max_batch_tokens=max_batch_tokens)
+        source = _open_together(path, tokenizer, mesh.world)
+        model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
+        load_weights(model, source.folder)
+        limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
+        return LLM(model, source.tokenizer, **limits)
 
     def generate(
         self,
@@ -171,20 +165,46 @@ def _stored_name(name: str) -> str:
     return f"model/{name}"
 
 
-def _open_together(path: Path, world: Group) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint's folder and state as rank 0 finds them; its error on every rank."""
-    found: tuple[Path, dict[str, Any]] | Exception | None = None
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a checkpoint says besides its tensors."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def _open_together(
+    path: str | Path, tokenizer: Tokenizer | str | Path | None, world: Group
+) -> _Source:
+    """Return what rank 0 finds, or raise its error on every rank.
+
+    One rank chooses: while a run still saves, the others might find a newer checkpoint.
+    """
+    found: _Source | Exception | None = None
     if world.rank == 0:
         try:
-            checkpoint = mcore_ckpt.open(path)
-            found = checkpoint.path, checkpoint.state
-        except (OSError, ValueError, mcore_ckpt.CheckpointError) as error:
+            found = _open(path, tokenizer)
+        except Exception as error:  # whatever it is: the others wait for an answer
             found = error
     found = broadcast_object(found, 0, world)
     if isinstance(found, Exception):
         raise found
     assert found is not None
     return found
+
+
+def _open(path: str | Path, tokenizer: Tokenizer | str | Path | None) -> _Source:
+    checkpoint = mcore_ckpt.open(path)
+    folder = checkpoint.path
+    config = _architecture(folder, checkpoint.state)
+    if tokenizer is None:
+        tokenizer = folder / "files" / "tokenizer"
+        if not tokenizer.is_dir():
+            raise ValueError(f"{folder} has no tokenizer in it: give one")
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer)
+    return _Source(folder=folder, config=config, tokenizer=tokenizer)
 
 
 def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:
