@@ -1,0 +1,50 @@
+"""The examples run, and the recipes of the repository are configs that fit their worlds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_train import check_run, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_own_model_learns_the_same_over_two_processes() -> None:
+    alone = run("own_model.py")
+    assert alone == run("own_model.py", "2")
+    first, last = (float(word) for word in alone.replace("->", "").split()[1:])
+    assert last < 0.5 * first
+
+
+def test_own_mixer() -> None:
+    assert run("own_mixer.py").startswith("(2, 16, 100)")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world"), [("gpt2-124m", 8), ("llama3-8b-tp4-pp2", 8), ("llama3-8b-tp4-pp2", 512)]
+)
+def test_recipes_fit(recipe: str, world: int) -> None:
+    config = load_config(ROOT / "recipes" / f"{recipe}.yaml", ["--data.mock", "true"])
+    plan = check_run(config, world)
+    assert plan.micro_batches >= 1
+
+
+def test_every_recipe_is_tested() -> None:
+    assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} == {
+        "gpt2-124m",
+        "llama3-8b-tp4-pp2",
+    }
