@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 
-.PHONY: help setup check format lint types layers deps lock-check test lowest nightly docs-check clean
+.PHONY: help setup check format lint types layers deps lock-check test lowest nightly clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,8 +37,10 @@ test: ## The whole test suite
 lowest: ## The suite against the lowest versions that the packages declare
 	tools/lowest.sh
 
-nightly: ## Longer suites (see docs/nightly.md for the last figures)
-	$(BIN)/pytest -m nightly
+nightly: ## Longer suites; docs/nightly.md has the last figures
+	NIGHTLY=1 $(BIN)/pytest tests/system/test_crash.py
+	uv run --group oracle pytest tests/data/datasets/test_gpt_oracle.py
+	tools/lowest.sh
 
 clean: ## Remove caches and build outputs
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

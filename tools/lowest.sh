@@ -12,4 +12,4 @@ uv export --quiet --only-group dev --no-hashes --no-emit-workspace 2>/dev/null \
 uv pip install --quiet --python "$work/venv/bin/python" --resolution lowest-direct "${packages[@]}" zarr
 uv pip install --quiet --python "$work/venv/bin/python" -r "$work/dev.txt"
 "$work/venv/bin/python" -c 'import torch, numpy; print("torch", torch.__version__, "numpy", numpy.__version__)'
-"$work/venv/bin/python" -m pytest -m "not nightly" "$@"
+"$work/venv/bin/python" -m pytest "$@"
