@@ -5,6 +5,7 @@ from mcore_ckpt.checkpoint import open_checkpoint as open
 from mcore_ckpt.commit import latest, list_checkpoints
 from mcore_ckpt.engine import ChunkData, Engine, Region, Writing
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.finding import Found, find
 from mcore_ckpt.loading import load
 from mcore_ckpt.manifest import FileInfo, Manifest, TensorInfo
 from mcore_ckpt.saving import save
@@ -18,6 +19,7 @@ __all__ = [
     "ChunkData",
     "Engine",
     "FileInfo",
+    "Found",
     "LoadReport",
     "LocalStorage",
     "Manifest",
@@ -27,6 +29,7 @@ __all__ = [
     "TensorInfo",
     "Verification",
     "Writing",
+    "find",
     "latest",
     "list_checkpoints",
     "load",

@@ -153,11 +153,13 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return Path(directory) / found.name if found else None
 
 
-def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
+def find_below(path: str | os.PathLike[str]) -> tuple[LocalStorage, str] | None:
     """Return the storage and the name of the checkpoint at `path`, or of the newest one below it.
 
+    None when nothing is committed there, or `path` does not exist.
+
     Raises:
-        FileNotFoundError: there is no committed checkpoint.
+        FileNotFoundError: `path` itself is a checkpoint that was never committed.
     """
     path = Path(path).absolute()
     if (path / MARKER).is_file():
@@ -166,9 +168,20 @@ def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
         raise FileNotFoundError(f"{path} was never committed: its save did not finish")
     storage = LocalStorage(path)
     found = newest(storage)
+    return (storage, found.name) if found else None
+
+
+def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
+    """As `find_below`, where there has to be one.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+    """
+    found = find_below(path)
     if found is None:
-        raise FileNotFoundError(f"no committed checkpoint at {path} or directly below it")
-    return storage, found.name
+        where = Path(path).absolute()
+        raise FileNotFoundError(f"no committed checkpoint at {where} or directly below it")
+    return found
 
 
 def read_manifest_bytes(storage: Readable, name: str) -> bytes:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.commit import read_manifest_bytes, resolve
 from mcore_ckpt.dtypes import converts, from_numpy, stored_type
 from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.finding import open_for_all
 from mcore_ckpt.manifest import Manifest
-from mcore_ckpt.names import MANIFEST
 from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.targets import (
     LoadReport,
@@ -24,7 +23,6 @@ from mcore_ckpt.targets import (
     enforce,
     selected,
 )
-from mcore_parallel.collectives import broadcast_object
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, Fragment, LayoutTensor
 
@@ -64,7 +62,7 @@ def load(
         engine = TensorstoreEngine()
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
-    parent, name, manifest = _open_together(path, group, what)
+    parent, name, manifest = open_for_all(path, group, what)
     wanted = together(group, what, lambda: describe_targets(tensors, prefixes))
     report = compare(manifest, wanted, prefixes)
     where = f"{parent}/{name}"
@@ -76,25 +74,6 @@ def load(
         lambda: loading.run(LocalStorage(parent), name, tensors, engine),
     )
     return report
-
-
-def _open_together(
-    path: str | os.PathLike[str], group: Group, what: str
-) -> tuple[str, str, Manifest]:
-    """Choose the checkpoint and read its manifest on rank 0, for all ranks."""
-    found: list[tuple[str, str, bytes]] = []
-
-    def locate() -> None:
-        if group.rank == 0:
-            storage, name = resolve(path)
-            found.append((storage.location(""), name, read_manifest_bytes(storage, name)))
-
-    together(group, what, locate, passing=(ValueError, FileNotFoundError))
-    chosen: tuple[str, str, bytes] | None = found[0] if found else None
-    received = broadcast_object(chosen, 0, group)
-    assert received is not None
-    parent, name, data = received
-    return parent, name, Manifest.decode(data, f"{parent}/{name}/{MANIFEST}")
 
 
 @dataclass(frozen=True, kw_only=True)
