@@ -9,7 +9,7 @@ packages=()
 for folder in packages/*/; do packages+=("--editable" "$folder"); done
 uv export --quiet --only-group dev --no-hashes --no-emit-workspace 2>/dev/null \
     | grep -vE '^(torch|triton|numpy|zarr|nvidia|cuda)' > "$work/dev.txt"
-uv pip install --quiet --python "$work/venv/bin/python" --resolution lowest-direct "${packages[@]}" zarr
+uv pip install --quiet --python "$work/venv/bin/python" --resolution lowest-direct "${packages[@]}" "zarr>=3.0.8"
 uv pip install --quiet --python "$work/venv/bin/python" -r "$work/dev.txt"
 "$work/venv/bin/python" -c 'import torch, numpy; print("torch", torch.__version__, "numpy", numpy.__version__)'
 "$work/venv/bin/python" -m pytest "$@"

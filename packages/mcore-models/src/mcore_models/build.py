@@ -88,6 +88,8 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         ValueError: one line naming the numbers and the degrees of tensor parallelism that fit.
     """
     tp, cp = parallel.tp, parallel.cp
+    if parallel.ep > 1:
+        raise ValueError(f"ep={parallel.ep} divides experts, and there are none here: use ep=1")
     if cp > 1:
         raise ValueError(f"attention cannot split documents over cp={cp} ranks: use cp=1")
     letters = set("".join(config.layer_pattern))

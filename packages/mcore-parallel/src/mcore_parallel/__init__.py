@@ -33,7 +33,7 @@ from mcore_parallel.data import (
     decay,
 )
 from mcore_parallel.group import Group
-from mcore_parallel.launch import Place, init_from_env, launch_local
+from mcore_parallel.launch import Place, init_from_env, launch_local, launched_by_torchrun
 from mcore_parallel.layout import Box, Fragment, LayoutTensor, TensorLayout
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import Action, Channel, PipelineError, gpipe, one_f_one_b, run_schedule
@@ -109,6 +109,7 @@ __all__ = [
     "init_from_env",
     "initialise",
     "launch_local",
+    "launched_by_torchrun",
     "one_f_one_b",
     "padded_vocab_size",
     "param_specs",

@@ -84,6 +84,11 @@ def init_from_env(
     return place
 
 
+def launched_by_torchrun() -> bool:
+    """Whether this process is a rank that torchrun (or the like) has started."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
 def _place(rank: int, world_size: int, local_rank: int, device: Device) -> Place:
     if device == "cpu":
         where = torch.device("cpu")

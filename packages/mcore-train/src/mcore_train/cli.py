@@ -17,10 +17,23 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"mcore-train: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not isinstance(error, _outside_errors()):
+            raise
+        print(f"mcore-train: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except FloatingPointError as error:
         print(f"mcore-train: training stopped: {error}", file=sys.stderr)
         return 1
     return status
+
+
+def _outside_errors() -> tuple[type[Exception], ...]:
+    """What may go wrong outside of this program: a disk, a process, a kernel of one's own."""
+    from mcore_ckpt import CheckpointError
+    from mcore_parallel import PipelineError, RankDiedError
+
+    return CheckpointError, PipelineError, RankDiedError
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,6 +53,10 @@ class DataConfig:
         options = ("reset_positions", "reset_attention", "mask_eod_loss", "mask_after_eod")
         asked = [name for name in options if getattr(self, name)]
         _require(
+            not self.mock or self.train is None,
+            f"data.mock makes random tokens, so data.train={self.train} would not be read",
+        )
+        _require(
             not asked or self.eod_id is not None or self.tokenizer is not None,
             f"{', '.join(asked)}: to know where documents end they need eod_id or a tokenizer",
         )
@@ -86,6 +90,10 @@ class OptimizerConfig:
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"{name}={value} must lie in 0 <= {name} < 1")
+        _require(
+            self.kind == "sgd" or self.momentum == 0,
+            f"momentum={self.momentum} is SGD's: use beta1, or kind sgd",
+        )
         _require(self.eps > 0, f"eps={self.eps} must be greater than 0")
         _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
         clip = self.clip_norm
@@ -123,8 +131,9 @@ class CheckpointConfig:
 
     `resume` continues from the newest committed checkpoint of `directory` when there is one.
     `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
-    has none. `reset_step` starts at step 0 with the loaded weights and moments, and takes the
-    schedule of this config; `weights_only` takes the weights alone.
+    has none; without `resume` the directory must hold none. `reset_step` starts at step 0 with the
+    loaded weights and moments, and takes the schedule and data of this config; `weights_only` takes
+    the weights alone.
     """
 
     directory: Path | None = None
@@ -139,10 +148,15 @@ class CheckpointConfig:
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
-        _require(
-            self.interval is None or self.directory is not None,
-            f"interval={self.interval} needs checkpoint.directory",
-        )
+            _require(
+                value is None or self.directory is not None,
+                f"{name}={value} needs checkpoint.directory",
+            )
+        for name in ("reset_step", "weights_only"):
+            _require(
+                not getattr(self, name) or self.load is not None,
+                f"{name} is about checkpoint.load, which is not set",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

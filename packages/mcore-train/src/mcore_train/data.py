@@ -8,7 +8,7 @@ communication is here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ def open_datasets(config: TrainConfig) -> Datasets:
     """Open the files that `config.data` names.
 
     Raises:
-        ValueError: a file is missing or damaged, holds tokens outside the vocabulary, or is too
-            short.
+        ValueError: a file is missing or damaged, or too short for one sample; or the tokenizer has
+            more tokens than the model.
     """
     data = config.data
     if data.mock:
@@ -157,8 +157,7 @@ class ReplicaData:
     def batches(self) -> Iterator[list[TokenBatch]]:
         """Yield the micro-batches of one step after another, from where the loader stands."""
         while True:
-            read = None if self.mesh.replica.rank else self._flatten(next(self.loader))
-            yield self._share(read)
+            yield self._share(lambda: next(self.loader))
 
     def validation_batches(self) -> list[TokenBatch]:
         """Return this replica's share of the validation windows, equally many on every replica.
@@ -167,37 +166,80 @@ class ReplicaData:
         """
         source = self.datasets.validation
         assert source is not None
-        read = None
-        if self.mesh.replica.rank == 0:
-            loader = ValidationLoader(
-                source,
-                dp_rank=self.mesh.dp.rank,
-                dp_size=self.mesh.dp.size,
-                micro_batch_size=self.config.batch.micro_size,
-                num_samples=min(self.config.evaluate.windows, len(source)),
-            )
-            read = self._flatten(loader)
-        return self._share(read)
+        loader = ValidationLoader(
+            source,
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            micro_batch_size=self.config.batch.micro_size,
+            num_samples=min(self.config.evaluate.windows, len(source)),
+        )
+        return self._share(lambda: loader)
 
     def state_dict(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint needs to go on after `consumed` samples, JSON-able."""
-        return {"consumed_samples": consumed, "sampler": self.loader.sampler.state()}
+        return {
+            "consumed_samples": consumed,
+            "sampler": self.loader.sampler.state(),
+            "seq_length": self.config.data.seq_length,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; ValueError when the data are others."""
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: the data have another number of samples, another length or another seed, so
+                that samples would be repeated or left out.
+        """
+        length = self.config.data.seq_length
+        if state["seq_length"] != length:
+            raise ValueError(
+                f"the run has consumed samples of {state['seq_length']} tokens and data.seq_length="
+                f"{length}: use {state['seq_length']}, or start with checkpoint.reset_step"
+            )
         self.loader.load_state_dict(state)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self.loader.close()
 
-    def _flatten(self, micro_batches: Iterable[MicroBatch]) -> list[TokenBatch]:
-        packed = self.config.data.reset_attention
-        return [flat_batch(arrays, packed=packed) for arrays in micro_batches]
+    def _read(self, source: Callable[[], Iterable[MicroBatch]]) -> list[TokenBatch]:
+        packed, vocabulary = self.config.data.reset_attention, self.config.model.vocab_size
+        batches = []
+        for arrays in source():
+            check_tokens(arrays, vocabulary)
+            batches.append(flat_batch(arrays, packed=packed))
+        return batches
 
-    def _share(self, batches: list[TokenBatch] | None) -> list[TokenBatch]:
-        device = self.mesh.device
-        return [batch.to(device) for batch in share_batches(batches, self.mesh.replica.cpu)]
+    def _share(self, source: Callable[[], Iterable[MicroBatch]]) -> list[TokenBatch]:
+        """Read on the replica's first rank; what goes wrong there is raised on all of its ranks."""
+        group = self.mesh.replica.cpu
+        batches: list[TokenBatch] | None = None
+        failure: Exception | None = None
+        if group.rank == 0:
+            try:
+                batches = self._read(source)
+            except Exception as error:  # raised below, on every rank of the replica
+                failure = error
+        message = broadcast_object(None if failure is None else str(failure), 0, group)
+        if message is not None:
+            raise ValueError(message) from failure
+        return [batch.to(self.mesh.device) for batch in share_batches(batches, group)]
+
+
+def check_tokens(arrays: MicroBatch, vocab_size: int) -> None:
+    """Check that every token and label is one that the model has.
+
+    Raises:
+        ValueError: names the sample, the token and the vocabulary that would hold it.
+    """
+    for name in ("tokens", "labels"):
+        highest = int(arrays[name].max(initial=0))
+        if highest >= vocab_size:
+            row = int(np.argmax(arrays[name].max(axis=1)))
+            raise ValueError(
+                f"sample {arrays['sample_ids'][row]} of the data holds token {highest}: "
+                f"model.vocab_size={vocab_size} is too small, use {highest + 1} or more"
+            )
 
 
 def flat_batch(arrays: MicroBatch, *, packed: bool) -> TokenBatch:

@@ -43,7 +43,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> TrainConfig:
     if isinstance(model, Mapping) and "preset" in model:
         base = dataclasses.asdict(preset(str(model["preset"])))
         tree["model"] = base | {k: v for k, v in model.items() if k != "preset"}
-    _check_keys(tree, TrainConfig, "")
+    tree = _checked(tree, TrainConfig, "")
     try:
         return TypeAdapter(TrainConfig).validate_python(tree)
     except ValidationError as error:
@@ -141,7 +141,9 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _check_keys(tree: Mapping[str, Any], kind: Any, place: str) -> None:
+def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
+    """Return the tree with numbers as text where a field is text (a folder named 2024)."""
+    checked: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
     for key, value in tree.items():
@@ -150,7 +152,17 @@ def _check_keys(tree: Mapping[str, Any], kind: Any, place: str) -> None:
                 f"unknown key {place}{key}: did you mean {place}{nearest(str(key), names)}?"
             )
         if isinstance(value, Mapping) and dataclasses.is_dataclass(hints[key]):
-            _check_keys(value, hints[key], f"{place}{key}.")
+            checked[key] = _checked(value, hints[key], f"{place}{key}.")
+        elif isinstance(value, int | float) and _is_text(hints[key]):
+            checked[key] = str(value)
+        else:
+            checked[key] = value
+    return checked
+
+
+def _is_text(hint: Any) -> bool:
+    kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
+    return bool(kinds) and kinds <= {str, Path}
 
 
 def _first_line(error: ValidationError) -> str:

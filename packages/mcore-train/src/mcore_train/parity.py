@@ -8,6 +8,8 @@ of the reference's norm and 1e-3 times the norm over all tensors of its kind.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from mcore_parallel import (
     LayoutTensor,
     ParallelConfig,
     ParallelMesh,
+    all_gather_object,
     all_reduce,
     init_from_env,
     launch_local,
@@ -38,11 +41,15 @@ LEAST_EPS = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a training run of a few steps gave: losses, first gradients and last parameters."""
+    """What a training run of a few steps gave: losses, first gradients and last parameters.
+
+    `diverged` names the tensors whose copies on different ranks are not the same, bit for bit.
+    """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+    diverged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,7 @@ class Difference:
     """How far one quantity is from the reference, relative to what the metric allows for it.
 
     `ratio` is the norm of the difference divided by the larger of the reference's norm and the
-    floor; `kind` is loss, gradient or parameter.
+    floor; `kind` is loss, gradient, parameter or copy.
     """
 
     kind: str
@@ -117,11 +124,14 @@ def record(config: TrainConfig, mesh: ParallelMesh, steps: int) -> Record | None
             gradients = _gather(session.buckets.gradients(), mesh)
         step.update(learning_rate(config.schedule, index, config.steps))
     parameters = _gather(_parameters(session), mesh)
-    session.data.close()
+    diverged = _diverged(session)
+    session.close()
     session.buckets.close()
     if mesh.rank:
         return None
-    return Record(losses=tuple(losses), gradients=gradients, parameters=parameters)
+    return Record(
+        losses=tuple(losses), gradients=gradients, parameters=parameters, diverged=diverged
+    )
 
 
 def compare(reference: Record, other: Record, *, layout: str, world_size: int) -> Report:
@@ -132,6 +142,7 @@ def compare(reference: Record, other: Record, *, layout: str, world_size: int) -
     ]
     rows += _differences("gradient", reference.gradients, other.gradients)
     rows += _differences("parameter", reference.parameters, other.parameters)
+    rows += [Difference(kind="copy", name=name, ratio=math.inf) for name in other.diverged]
     return Report(layout=layout, world_size=world_size, differences=tuple(rows))
 
 
@@ -177,6 +188,25 @@ def world_size(layout: ParallelConfig) -> int:
 def _parameters(session: Session) -> dict[str, LayoutTensor]:
     tensors = session.optimizer.state_tensors()
     return {key: value for key, value in tensors.items() if key.startswith("model/")}
+
+
+def _diverged(session: Session) -> tuple[str, ...]:
+    """Names of parameters whose copies differ: replicas, tied ones, and those of each dp rank."""
+    session.optimizer.wait()
+    specs = session.model.specs()
+    digests = {}
+    for name, parameter in session.model.named_parameters():
+        for fragment, view in specs[name].layout.views(parameter.detach()):
+            data = view.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            place = (fragment.name, fragment.box.start, fragment.box.shape)
+            digests[place] = hashlib.sha256(data).hexdigest()
+    seen: dict[tuple[str, object, object], str] = {}
+    diverged: dict[str, None] = {}
+    for theirs in all_gather_object(digests, session.mesh.world):
+        for place, digest in theirs.items():
+            if seen.setdefault(place, digest) != digest:
+                diverged[place[0]] = None
+    return tuple(diverged)
 
 
 def _gather(tensors: Mapping[str, LayoutTensor], mesh: ParallelMesh) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-import mcore_ckpt
 from mcore_data import IndexedReader
 from mcore_models import check_layout
-from mcore_parallel import ParallelMesh, init_from_env, launch_local
+from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
     Callback,
     Evaluate,
@@ -28,12 +26,15 @@ from mcore_train.session import build_session
 from mcore_train.step import StepMetrics
 from mcore_train.trainer import Trainer
 
+STOP_GRACE = 3600.0
+"""Seconds that the ranks have to finish their step and save after a SIGTERM; a second one kills."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """What a run ended with, seen from `rank`: the last values, None where there were none.
 
-    `first_step` is where it started from; `checkpoint` the newest committed one;
+    `first_step` is where it started from; `checkpoint` its newest one;
     `first_validation_loss` the first of the run, which is that of its start with
     `evaluate.at_start`.
     """
@@ -81,7 +82,7 @@ def pretrain(config: TrainConfig, *, nproc: int | None = None) -> RunSummary:
     """
     if nproc is None:
         return run_rank(config_to_tree(config))
-    if "RANK" in os.environ:
+    if launched_by_torchrun():
         raise ValueError(f"nproc={nproc} within torchrun: it has started the processes already")
     check_run(config, nproc)
     if nproc == 1:
@@ -93,7 +94,9 @@ def pretrain_apart(config: TrainConfig, *, nproc: int) -> RunSummary:
     """Train in `nproc` new processes of this machine, also when that is one."""
     check_run(config, nproc)
     device = resolve_device(config.device)
-    summary = launch_local(run_rank, nproc, config_to_tree(config), device=device)[0]
+    summary = launch_local(
+        run_rank, nproc, config_to_tree(config), device=device, stop_grace=STOP_GRACE
+    )[0]
     assert isinstance(summary, RunSummary)
     return summary
 
@@ -125,12 +128,13 @@ def run_rank(tree: Mapping[str, Any]) -> RunSummary:
     mesh = ParallelMesh.create(config.parallel, device=place.device)
     assert mesh is not None
     last = _Last()
-    trainer = Trainer(build_session(config, mesh), [*default_callbacks(config), last])
     try:
+        session = build_session(config, mesh)
+        trainer = Trainer(session, [*default_callbacks(config), last])
         trainer.run()
+        session.close()
     finally:
         mesh.close()
-    directory = config.checkpoint.directory
     return RunSummary(
         rank=mesh.rank,
         first_step=last.first_step,
@@ -138,17 +142,17 @@ def run_rank(tree: Mapping[str, Any]) -> RunSummary:
         loss=last.loss,
         validation_loss=last.validation_loss,
         first_validation_loss=last.first_validation_loss,
-        checkpoint=None if directory is None else mcore_ckpt.latest(directory),
+        checkpoint=trainer.checkpoint,
     )
 
 
 def default_callbacks(config: TrainConfig) -> list[Callback]:
     """The callbacks of a run, in the order in which they are called."""
-    callbacks: list[Callback] = [MetricsLog(config.log)]
+    # First of all the signal, so that one during the first evaluation is heard.
+    callbacks: list[Callback] = [StopOnSignal(), MetricsLog(config.log)]
     if config.log.progress:
         callbacks.append(Progress())
-    callbacks += [Evaluate(config.evaluate), SaveCheckpoints(config.checkpoint), StopOnSignal()]
-    return callbacks
+    return [*callbacks, Evaluate(config.evaluate), SaveCheckpoints(config.checkpoint)]
 
 
 def resolve_device(device: Device) -> Literal["cpu", "cuda"]:

@@ -8,6 +8,7 @@ import torch
 
 from mcore_models import GPT, build_model
 from mcore_parallel import (
+    Channel,
     GradientBuckets,
     ParallelMesh,
     RngKey,
@@ -24,7 +25,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Session:
-    """Model, gradients, optimizer, random streams and data of one rank.
+    """Model, gradients, optimizer, random streams, data and pipeline channel of one rank.
 
     The model holds this rank's part under `mesh`; the same config gives the same global weights
     under every mesh.
@@ -38,6 +39,12 @@ class Session:
     optimizer: ShardedOptimizer
     rng: RngStreams
     data: ReplicaData
+    channel: Channel
+
+    def close(self) -> None:
+        """Stop reading ahead and release the communicators; all ranks call it together."""
+        self.data.close()
+        self.channel.close()
 
 
 def build_session(config: TrainConfig, mesh: ParallelMesh) -> Session:
@@ -62,6 +69,7 @@ def build_session(config: TrainConfig, mesh: ParallelMesh) -> Session:
         build_rule(config.optimizer),
         hyper=decay(config.optimizer.weight_decay),
     )
+    optimizer.gather_on_use(model.layers.values())
     return Session(
         config=config,
         plan=plan,
@@ -71,4 +79,5 @@ def build_session(config: TrainConfig, mesh: ParallelMesh) -> Session:
         optimizer=optimizer,
         rng=RngStreams(seed=config.seed),
         data=data,
+        channel=Channel(mesh.pp, device=mesh.device),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_parallel import Group
 from mcore_train.config import CheckpointConfig
 from mcore_train.data import tokenizer_folder
 from mcore_train.load import config_to_tree
@@ -55,26 +56,38 @@ def save_state(
     )
 
 
-def find_start(config: CheckpointConfig) -> tuple[Path, bool] | None:
+def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found, bool] | None:
     """Return the checkpoint to start from, and whether it continues this very run.
 
+    Rank 0 of `group` looks, and all get its answer: their views of a shared disk may differ.
+
     Raises:
-        ValueError: `load` names a place without a committed checkpoint.
+        ValueError: `load` names a place without a committed checkpoint, or `directory` holds
+            another run's that is not to be resumed.
     """
-    if config.directory is not None and config.resume:
-        newest = mcore_ckpt.latest(config.directory)
-        if newest is not None:
+    if config.directory is not None:
+        newest = mcore_ckpt.find(config.directory, group)
+        if newest is not None and config.resume:
             return newest, True
+        if newest is not None:
+            raise ValueError(
+                f"checkpoint.directory={config.directory} holds step {newest.step} of another run: "
+                f"give an empty folder, or set checkpoint.resume"
+            )
     if config.load is None:
         return None
-    try:
-        return mcore_ckpt.open(config.load).path, False
-    except FileNotFoundError:
-        raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there") from None
+    found = mcore_ckpt.find(config.load, group)
+    if found is None:
+        raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there")
+    return found, False
 
 
 def load_state(
-    session: Session, path: Path, *, weights_only: bool = False, reset_step: bool = False
+    session: Session,
+    found: mcore_ckpt.Found,
+    *,
+    weights_only: bool = False,
+    reset_step: bool = False,
 ) -> tuple[Progress, dict[str, Any]]:
     """Fill the session from a checkpoint of any layout; return progress and callback states.
 
@@ -83,14 +96,16 @@ def load_state(
 
     Raises:
         ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
-            run would go on with other data.
+            run cannot go on with these data.
     """
     tensors = session.optimizer.state_tensors()
-    mcore_ckpt.load(path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None)
+    mcore_ckpt.load(
+        found.path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None
+    )
     session.optimizer.load_finished()
     if weights_only:
         return Progress(), {}
-    state = mcore_ckpt.read_state(path)
+    state = found.state
     session.optimizer.load_state_dict(state["optimizer"])
     if reset_step:
         return Progress(), {}

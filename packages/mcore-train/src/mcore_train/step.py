@@ -11,7 +11,6 @@ from torch import Tensor
 from mcore_models import GlobalCounts, TokenBatch
 from mcore_parallel import (
     Action,
-    Channel,
     ParallelMesh,
     RngKey,
     all_reduce,
@@ -46,7 +45,6 @@ class Step:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.channel = Channel(session.mesh.pp, device=session.mesh.device)
         self.actions = stage_actions(session.mesh, session.plan.micro_batches)
 
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> tuple[Tensor, int]:
@@ -59,7 +57,7 @@ class Step:
         session = self.session
         model, mesh = session.model.train(), session.mesh
         tokens = count_tokens(batches, mesh)
-        counts = GlobalCounts(tokens=max(tokens, 1))
+        counts = GlobalCounts(tokens=tokens)
 
         def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
             if mesh.is_last_stage:
@@ -68,7 +66,7 @@ class Step:
 
         session.buckets.zero()
         outputs = run_schedule(
-            self.actions, stage, batches, self.channel, around=session.buckets.around
+            self.actions, stage, batches, session.channel, around=session.buckets.around
         )
         session.buckets.finish()
         return loss_share(outputs, mesh), tokens
@@ -115,7 +113,7 @@ def evaluate(session: Session) -> float:
     mesh, model = session.mesh, session.model
     batches = session.data.validation_batches()
     tokens = count_tokens(batches, mesh)
-    counts = GlobalCounts(tokens=max(tokens, 1))
+    counts = GlobalCounts(tokens=tokens)
 
     def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
         if mesh.is_last_stage:
@@ -126,7 +124,7 @@ def evaluate(session: Session) -> float:
     outputs: list[Tensor] = []
     if batches:
         actions = stage_actions(mesh, len(batches))
-        outputs = run_schedule(actions, stage, batches, mesh.pp, forward_only=True)
+        outputs = run_schedule(actions, stage, batches, session.channel, forward_only=True)
     model.train()
     return float(all_reduce(loss_share(outputs, mesh).to(mesh.device), mesh.world))
 

@@ -17,8 +17,8 @@ class Trainer:
     """Runs a session from the step it stands at to the last one.
 
     `progress` counts finished steps and consumed samples and is part of a checkpoint; `resumed`
-    says whether the run continues an earlier one. A callback may set `stop_requested`: all ranks
-    then stop after the step in flight, and `run` returns normally.
+    says whether the run continues an earlier one, `checkpoint` is its newest. A callback may set
+    `stop_requested`: all ranks then stop after the step in flight, and `run` returns normally.
     """
 
     def __init__(self, session: Session, callbacks: Sequence[Callback] = ()) -> None:
@@ -27,6 +27,7 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         self.progress = Progress()
         self.resumed = False
+        self.checkpoint: Path | None = None
         self.stop_requested = False
         self.train_step = Step(session)
 
@@ -63,7 +64,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self)
         finally:
-            self.session.data.close()
+            self.session.data.close()  # no rank needs another for it, unlike the channel's
             for callback in self.callbacks:
                 callback.close()
 
@@ -74,22 +75,25 @@ class Trainer:
     def save(self, directory: Path, *, keep_last: int | None = None) -> Path:
         """Save the whole state below `directory`; returns when it is durable."""
         states = {c.name: c.state_dict() for c in self.callbacks if c.name}
-        return save_state(self.session, self.progress, states, directory, keep_last=keep_last)
+        path = save_state(self.session, self.progress, states, directory, keep_last=keep_last)
+        self.checkpoint = path
+        return path
 
     def load(self) -> None:
         """Start from the checkpoint that the config names, if there is one."""
         config = self.config.checkpoint
-        start = find_start(config)
+        start = find_start(config, self.session.mesh.world)
         if start is None:
             return
-        path, same_run = start
+        found, same_run = start
         self.progress, states = load_state(
             self.session,
-            path,
+            found,
             weights_only=config.weights_only and not same_run,
             reset_step=config.reset_step and not same_run,
         )
         self.resumed = same_run
+        self.checkpoint = found.path if same_run else None
         for callback in self.callbacks:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])

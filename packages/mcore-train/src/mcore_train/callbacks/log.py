@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,17 +36,20 @@ class MetricsLog(Callback):
         self.writer: SummaryWriter | None = None
         self.active = False
         self.clock = time.perf_counter()
+        self.stepped = self.clock
         self.tokens = 0
 
     def on_start(self, trainer: Trainer) -> None:
         """Open the files on rank 0."""
-        self.clock = time.perf_counter()
+        self.clock = self.stepped = time.perf_counter()
         self.active = trainer.session.mesh.rank == 0 and self.path is not None
         if not self.active or self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.path) if row["step"] <= trainer.step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, self.path)
         if self.config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -54,6 +58,7 @@ class MetricsLog(Callback):
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Log every `interval` steps, the first and the last."""
         self.tokens += metrics.tokens
+        self.stepped = time.perf_counter()
         first_or_last = trainer.step in {1, trainer.config.steps}
         if not self.active or (trainer.step % self.config.interval and not first_or_last):
             return
@@ -70,12 +75,14 @@ class MetricsLog(Callback):
         )
 
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
-        """Log a validation loss."""
+        """Log a validation loss; its time is not that of training."""
+        self.clock += self._since_step()
         if self.active:
             self._write(step=trainer.step, **{f"{name}_loss": loss})
 
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
-        """Log that a checkpoint is complete."""
+        """Log that a checkpoint is complete; its time is not that of training."""
+        self.clock += self._since_step()
         if self.active:
             self._write(step=step, saved=path)
 
@@ -84,6 +91,11 @@ class MetricsLog(Callback):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+    def _since_step(self) -> float:
+        """Seconds since the last step ended; from now on they count as gone."""
+        before, self.stepped = self.stepped, time.perf_counter()
+        return self.stepped - before
 
     def _write(self, *, step: int, **values: Any) -> None:
         assert self.path is not None

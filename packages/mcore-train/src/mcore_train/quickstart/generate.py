@@ -14,7 +14,7 @@ def sample(checkpoints: Path, prompt: str, *, max_tokens: int = 64) -> str | Non
     The two packages do not import each other; the command is what joins them.
 
     Raises:
-        RuntimeError: the command failed; with its message.
+        ValueError: the command failed; with its message.
     """
     if importlib.util.find_spec("mcore_inference") is None:
         return None
@@ -25,5 +25,5 @@ def sample(checkpoints: Path, prompt: str, *, max_tokens: int = 64) -> str | Non
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"mcore-inference generate failed: {result.stderr.strip()}")
+        raise ValueError(f"mcore-inference generate failed: {result.stderr.strip()}")
     return result.stdout.rstrip("\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,7 @@ def run_quickstart(options: Quickstart, say: Callable[[str], None] = print) -> d
     corpus = prepare_corpus(stages)
     tokenizer = prepare_tokenizer(stages, options.out, corpus)
     data = prepare_data(stages, options.out, corpus, tokenizer, progress=options.progress)
+    _forget_another_run(options.out, {"data": data, "model": config_to_tree(config)["model"]})
     trained = stages.run(
         "training",
         {"data": data, "config": _inputs(config)},
@@ -115,6 +118,20 @@ def check_layout_of(config: TrainConfig, nproc: int) -> None:
     check_run(dataclasses.replace(config, data=data), nproc)
 
 
+def _forget_another_run(out: Path, identity: dict[str, Any]) -> None:
+    """Remove checkpoints and metrics of a model of another shape, or of other tokens.
+
+    They appear when the interpreter or the recipe has changed; a run cannot go on from them.
+    """
+    note = out / "run.json"
+    text = json.dumps(identity, sort_keys=True)
+    if note.is_file() and note.read_text() == text:
+        return
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    note.write_text(text)
+
+
 def _inputs(config: TrainConfig) -> dict[str, Any]:
     """What the result of training depends on: not the layout, nor how it is logged."""
     tree = config_to_tree(config)
@@ -122,7 +139,7 @@ def _inputs(config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig, nproc: int) -> dict[str, Any]:
-    return _results(pretrain(config, nproc=nproc))
+    return _results(pretrain(config, nproc=nproc), config.steps)
 
 
 def _resume(config: TrainConfig, nproc: int, trained: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +150,14 @@ def _resume(config: TrainConfig, nproc: int, trained: dict[str, Any]) -> dict[st
         evaluate=dataclasses.replace(config.evaluate, interval=None, at_start=True),
     )
     return {
-        **_results(pretrain_apart(longer, nproc=nproc)),
+        **_results(pretrain_apart(longer, nproc=nproc), longer.steps),
         "validation_before": trained["validation_loss"],
     }
 
 
-def _results(summary: RunSummary) -> dict[str, Any]:
+def _results(summary: RunSummary, steps: int) -> dict[str, Any]:
+    if summary.step < steps:  # ended by a signal and saved: the next call goes on from there
+        raise SystemExit(143)
     return {
         **dataclasses.asdict(summary),
         "checkpoint": str(summary.checkpoint),
@@ -167,13 +186,14 @@ def _describe_resume(results: dict[str, Any]) -> str:
 
 def _what_next(options: Quickstart) -> list[str]:
     where = "" if options.out == Quickstart().out else f" --out {options.out}"
-    longer = f"mcore-train quickstart{where} --steps {2 * options.config().steps}"
+    command = f"mcore-train quickstart{where} --steps"
+    steps = options.config().steps
     generate = f"mcore-inference generate --checkpoint {options.out / 'checkpoints'}"
     return [
         f"everything lies in {options.out}: tokenizer, data, checkpoints, metrics.jsonl, loss.png, "
         "tensorboard",
         "three commands to try next:",
-        f"  {longer}   # train longer, from the checkpoint",
+        f"  {command} {2 * steps}   # train longer, from the checkpoint",
         f"  {generate} --prompt 'class ' --temperature 0.7",
-        f"  {longer} --nproc 2 --tensor 2   # go on under another layout",
+        f"  {command} {3 * steps} --nproc 2 --tensor 2   # go on under another layout",
     ]
