@@ -10,19 +10,20 @@ from typing import Any
 import torch
 
 from mcore_ckpt.commit import read_manifest, resolve
-from mcore_ckpt.dtypes import from_numpy, stored_type
-from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.dtypes import stored_type
+from mcore_ckpt.engine import Engine
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
 from mcore_ckpt.names import FILES
+from mcore_ckpt.reading import Part, Reader, inside
 from mcore_parallel.layout import Box
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
     """The global tensors of a committed checkpoint by name, read from disk when asked for.
 
-    `checkpoint["model/embedding.weight"]` is a new CPU tensor of the real dtype. `info(name)` tells
-    dtype and shape without reading.
+    `checkpoint["model/embedding.weight"]` is a new CPU tensor of the real dtype, every chunk of it
+    compared with its checksum. `info(name)` tells dtype and shape without reading.
     """
 
     def __init__(self, path: str | os.PathLike[str], engine: Engine | None = None) -> None:
@@ -59,13 +60,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Return dtype, shape and chunks of a tensor; KeyError when there is none."""
         return self._manifest.tensors[name]
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, box: Box | None = None, *, verify: bool = True) -> torch.Tensor:
         """Return part of a tensor (default: all of it) as a new CPU tensor of the real dtype.
+
+        verify: compare every chunk that is read with its checksum.
 
         Raises:
             KeyError: there is no such tensor.
             ValueError: the box leaves the tensor.
-            CheckpointError: a chunk is missing or unreadable.
+            CheckpointError: a chunk is missing, unreadable or damaged; names it and its file.
         """
         info = self.info(name)
         whole = Box.whole(info.shape)
@@ -73,17 +76,20 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if len(box.shape) != len(whole.shape) or not whole.contains(box):
             raise ValueError(f"{name}: box {box} leaves the shape {list(info.shape)}")
         result = torch.empty(box.shape, dtype=stored_type(info.dtype).torch)
-        regions = []
+        parts = []
         for number in info.grid.overlapping(box):
-            part = info.grid.box(number).intersect(box)
-            assert part is not None
-            regions.append(Region(array=f"{self._name}/{name}", info=info, box=part))
-        for region, array in zip(regions, self._engine.read(self._storage, regions), strict=True):
-            inside = tuple(
-                slice(a - b, a - b + n)
-                for a, b, n in zip(region.box.start, box.start, region.box.shape, strict=True)
-            )
-            result[inside] = from_numpy(array, info.dtype)
+            common = info.grid.box(number).intersect(box)
+            assert common is not None
+            parts.append(Part(name=name, number=number, box=common))
+        reader = Reader(
+            storage=self._storage,
+            checkpoint=self._name,
+            manifest=self._manifest,
+            engine=self._engine,
+            verify=verify,
+        )
+        for part, data in zip(parts, reader.read(parts), strict=True):
+            result[inside(part.box, box)] = data
         return result
 
     def file(self, name: str) -> bytes:

@@ -24,7 +24,12 @@ class ChunkData:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Part of an array to be read; inside one chunk, so that no chunk is read twice."""
+    """Part of an array to be read; inside one chunk, so that no chunk is read twice.
+
+    info: the same for all regions of an array in one call. Its shape may be rounded up to whole
+    chunks: then the box may reach beyond the tensor's edge, where the bytes of the chunk are wanted
+    as they are stored.
+    """
 
     array: str
     info: TensorInfo

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.dtypes import converts, from_numpy, stored_type
-from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.dtypes import converts, stored_type
+from mcore_ckpt.engine import Engine
 from mcore_ckpt.finding import open_for_all
-from mcore_ckpt.manifest import Manifest
+from mcore_ckpt.reading import Part, Reader, inside
 from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.targets import (
     LoadReport,
@@ -34,6 +34,7 @@ def load(
     *,
     strict: Strictness = "error",
     prefixes: Sequence[str] | None = None,
+    verify: bool = True,
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
@@ -48,11 +49,14 @@ def load(
         another shape: "error", or "warn" and load the rest; what does not fit keeps its values.
     prefixes: take only tensors whose names start with one of these into account, such as
         `["model/"]` for weights without optimizer state. Others keep their values.
+    verify: compare every chunk that is read with its checksum.
+    engine: in place of tensorstore.
 
     Raises:
         FileNotFoundError: on every rank: there is no committed checkpoint at `path`.
         ValueError: on every rank: something does not fit (all of it is named).
-        CheckpointError: on every rank: the checkpoint is damaged.
+        CheckpointError: on every rank: the checkpoint is damaged; names the tensor, the chunk and
+            the file. Some tensors may have been filled by then.
     """
     if strict not in ("error", "warn"):
         raise ValueError(f"strict is {strict!r}; it is 'error' or 'warn'")
@@ -67,12 +71,15 @@ def load(
     report = compare(manifest, wanted, prefixes)
     where = f"{parent}/{name}"
     enforce(report, where, strict)
-    loading = _Loading(manifest=manifest, prefixes=prefixes)
-    together(
-        group,
-        what,
-        lambda: loading.run(LocalStorage(parent), name, tensors, engine),
+    reader = Reader(
+        storage=LocalStorage(parent),
+        checkpoint=name,
+        manifest=manifest,
+        engine=engine,
+        verify=verify,
     )
+    loading = _Loading(reader=reader, prefixes=prefixes)
+    together(group, what, lambda: loading.run(tensors))
     return report
 
 
@@ -86,16 +93,10 @@ class _Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loading:
-    manifest: Manifest
+    reader: Reader
     prefixes: Sequence[str] | None
 
-    def run(
-        self,
-        storage: LocalStorage,
-        checkpoint: str,
-        tensors: Mapping[str, LayoutTensor],
-        engine: Engine,
-    ) -> None:
+    def run(self, tensors: Mapping[str, LayoutTensor]) -> None:
         """Read every chunk needed once and copy it to all places that want some of it."""
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
         for value in tensors.values():
@@ -106,22 +107,17 @@ class _Loading:
                 if take:
                     self._cut(fragment, view, pieces)
         order = sorted(pieces)
-        regions = [
-            Region(
-                array=f"{checkpoint}/{name}",
-                info=self.manifest.tensors[name],
-                box=_hull([piece.box for piece in pieces[name, number]]),
-            )
+        parts = [
+            Part(name=name, number=number, box=_hull([piece.box for piece in pieces[name, number]]))
             for name, number in order
         ]
-        for key, region, array in zip(order, regions, engine.read(storage, regions), strict=True):
-            data = from_numpy(array, region.info.dtype)
+        for key, part, data in zip(order, parts, self.reader.read(parts), strict=True):
             for piece in pieces[key]:
-                piece.view.copy_(data[_inside(piece.box, region.box)])
+                piece.view.copy_(data[inside(piece.box, part.box)])
 
     def _takes(self, fragment: Fragment, tensor: torch.Tensor) -> bool:
         """Return whether this fragment is loaded: selected, and fits what the checkpoint has."""
-        info = self.manifest.tensors.get(fragment.name)
+        info = self.reader.manifest.tensors.get(fragment.name)
         return (
             info is not None
             and selected(fragment.name, self.prefixes)
@@ -135,12 +131,12 @@ class _Loading:
         view: torch.Tensor,
         pieces: dict[tuple[str, int], list[_Piece]],
     ) -> None:
-        grid = self.manifest.tensors[fragment.name].grid
+        grid = self.reader.manifest.tensors[fragment.name].grid
         for number in grid.overlapping(fragment.box):
             box = grid.box(number).intersect(fragment.box)
             assert box is not None
             pieces[fragment.name, number].append(
-                _Piece(box=box, view=view[_inside(box, fragment.box)])
+                _Piece(box=box, view=view[inside(box, fragment.box)])
             )
 
 
@@ -148,10 +144,3 @@ def _hull(boxes: Sequence[Box]) -> Box:
     start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
     stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-
-
-def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index of `box` within a tensor that is `outer`."""
-    return tuple(
-        slice(a - b, a - b + n) for a, b, n in zip(box.start, outer.start, box.shape, strict=True)
-    )

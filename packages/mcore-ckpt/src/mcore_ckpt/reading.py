@@ -1,0 +1,110 @@
+"""Reading parts of tensors, with the checksum of every chunk that is touched.
+
+A checksum is of all bytes of a chunk as they lie on disk, also of the zeros beyond the tensor's
+edge. So to verify, chunks are read whole; what is asked for is cut out of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mcore_ckpt.dtypes import Array, from_numpy
+from mcore_ckpt.engine import Engine, Region
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.manifest import Manifest, TensorInfo
+from mcore_ckpt.storage import Readable
+from mcore_parallel.layout import Box
+
+_HASH_THREADS = 4  # as many chunks are held beyond those that the engine reads ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part of the global tensor `name` that lies within its chunk `number`."""
+
+    name: str
+    number: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Reads the tensors of one checkpoint of a storage. verify: compare chunks with checksums."""
+
+    storage: Readable
+    checkpoint: str
+    manifest: Manifest
+    engine: Engine
+    verify: bool
+
+    def read(self, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+        """Yield the parts in turn as CPU tensors of the real dtype, reading ahead.
+
+        Raises:
+            CheckpointError: a chunk is missing or unreadable, or (with `verify`) its checksum is
+                not the manifest's; names the array, the chunk and the file.
+        """
+        regions = [self._region(part) for part in parts]
+        arrays = self.engine.read(self.storage, regions)
+        if self.verify:
+            arrays = self._verified(parts, arrays)
+        for part, region, array in zip(parts, regions, arrays, strict=True):
+            yield from_numpy(array, region.info.dtype)[inside(part.box, region.box)]
+
+    def _region(self, part: Part) -> Region:
+        info = self.manifest.tensors[part.name]
+        array = f"{self.checkpoint}/{part.name}"
+        if not self.verify:
+            return Region(array=array, info=info, box=part.box)
+        start = info.grid.box(part.number).start
+        return Region(array=array, info=_padded(info), box=Box(start, info.chunk_shape))
+
+    def _verified(self, parts: Sequence[Part], arrays: Iterator[Array]) -> Iterator[Array]:
+        """Yield whole chunks when their checksums have been found right."""
+        waiting: deque[tuple[Part, Array, Future[int]]] = deque()
+
+        def first() -> Array:
+            part, array, checksum = waiting.popleft()
+            if checksum.result() != self.manifest.tensors[part.name].crc32[part.number]:
+                raise self._damage(part)
+            return array
+
+        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
+            for part, array in zip(parts, arrays, strict=True):
+                waiting.append((part, array, pool.submit(_checksum, array)))
+                if len(waiting) > _HASH_THREADS:
+                    yield first()
+            while waiting:
+                yield first()
+
+    def _damage(self, part: Part) -> CheckpointError:
+        grid = self.manifest.tensors[part.name].grid
+        path = f"{self.checkpoint}/{part.name}/{grid.key(part.number)}"
+        return CheckpointError(
+            f"tensor {part.name} chunk {list(grid.coordinates(part.number))}: "
+            f"{self.storage.location(path)} is damaged: its checksum is not the manifest's"
+        )
+
+
+def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of `box` within a tensor that is `outer`."""
+    return tuple(
+        slice(a - b, a - b + n) for a, b, n in zip(box.start, outer.start, box.shape, strict=True)
+    )
+
+
+def _padded(info: TensorInfo) -> TensorInfo:
+    """Return the tensor made up of all of its chunks in full: the same chunks, no edge."""
+    counts = info.grid.counts
+    return replace(info, shape=tuple(c * n for c, n in zip(counts, info.chunk_shape, strict=True)))
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(np.asarray(array, order="C").data)
