@@ -107,7 +107,7 @@ def faults(recorded: Recorded, seen: set[tuple[int, int]] | None = None) -> Iter
 
 
 def test_whatever_is_committed_is_whole_and_the_newest_is_there(recorded: Recorded) -> None:
-    """U47 and its kind, for every prefix of the writes of four saves with retention."""
+    """The synchronous half of U47, for every prefix of the writes of four saves with retention."""
     seen: set[tuple[int, int]] = set()
     assert not list(faults(recorded, seen))
     assert {(n, n) for n in range(4)} <= seen

@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
-    """U47: each time, what loads is the last step reported as saved, or the one under way."""
+    """The synchronous half of U47: what loads is the last step reported saved, or the next."""
     chance = random.Random(5)
     last, unfinished = 0, 0
     with subprocess.Popen(
