@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 # Declared for what they bring at run time, not imported by name: torch imports tensorboard for
-# mcore-train, and whoever installs mcore-rl gets the trainer and the engine it is made for.
-UNIMPORTED = {"mcore-train": ("tensorboard",), "mcore-rl": ("mcore-train", "mcore-inference")}
+# mcore-train, and warns without numpy; whoever installs mcore-rl gets the trainer and the engine
+# that it is made for.
+UNIMPORTED = {
+    "mcore-kernels": ("numpy",),
+    "mcore-train": ("tensorboard",),
+    "mcore-rl": ("mcore-train", "mcore-inference"),
+}
 
 
 def check(package: Path) -> int:
