@@ -285,6 +285,60 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: RankPool, tmp_path: Path) 
     assert not mcore_ckpt.verify(tmp_path).problems
 
 
+def no_room(
+    real: Callable[..., Any], concerns: Callable[..., bool], call: int
+) -> Callable[..., Any]:
+    """As a function of torch, but out of memory at the n-th call that `concerns` matches."""
+    calls = 0
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if concerns(*args):
+            calls += 1
+            if calls == call:
+                raise torch.OutOfMemoryError("no room for a copy")
+        return real(*args, **kwargs)
+
+    return planted
+
+
+def saves_without_memory(folder: Path) -> list[str]:
+    group = Group.world()
+    tensors = make("zero-1", group.rank, group.size, filled=True)
+    shard = tensors["shard"].tensor
+    mcore_ckpt.save(folder, step=10, tensors=tensors, group=group)
+    arguments: dict[str, Any] = {"chunk_bytes": 256, "exchange_bytes": 600, "group": group}
+    save = partial(mcore_ckpt.save, folder, step=20, tensors=tensors, **arguments)
+    # Only what is as long as the shard is copied to the CPU; only chunks are made of a tuple.
+    plants: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.Tensor, "cpu", no_room(torch.Tensor.cpu, lambda x: x.shape == shard.shape, 1)),
+        *(
+            (torch, "empty", no_room(torch.empty, lambda *args: isinstance(args[0], tuple), call))
+            for call in (1, 6)
+        ),
+    ]
+    errors = []
+    for owner, function, planted in plants:
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank == 1:
+                patch.setattr(owner, function, planted)
+            errors.append(error_of(save))
+    assert error_of(save) == "no error"
+    return errors
+
+
+def test_a_rank_that_lacks_memory_stops_all(ranks: RankPool, tmp_path: Path) -> None:
+    """No room to copy to the CPU, or for chunks, at first or while others are written: no hang."""
+    by_rank = ranks.run(saves_without_memory, 2, tmp_path, timeout=60)
+    for errors in by_rank:
+        assert len(errors) == 3
+        for error in errors:
+            assert error.startswith("CheckpointError: saving step 20"), error
+            assert "nothing was committed: rank 1 of 2: no room for a copy" in error
+    assert sorted(os.listdir(tmp_path)) == ["step_00000010", "step_00000020"]
+    assert not mcore_ckpt.verify(tmp_path).problems
+
+
 def failing_loads(folder: Path) -> list[str]:
     group = Group.world()
     tensors = make("tensor parallel", group.rank, group.size, filled=False)

@@ -6,11 +6,12 @@ import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from mcore_ckpt.writer import Writer
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, transfer
 
+T = TypeVar("T")
 DEFAULT_EXCHANGE_BYTES = 256 << 20
 _HASH_THREADS = 4
 
@@ -74,7 +76,8 @@ def save(
         ValueError: on every rank: names, dtypes or layouts that do not fit together (a region that
             two ranks claim, or none), state that is not JSON or differs between ranks.
         FileNotFoundError: on every rank: a file to attach does not exist.
-        CheckpointError: on every rank: writing failed on some rank; says where and why.
+        CheckpointError: on every rank: writing failed on some rank, or it lacked the memory for its
+            part of the exchange; says where and why.
     """
     if engine is None:
         from mcore_ckpt.tensorstore_engine import TensorstoreEngine
@@ -123,6 +126,10 @@ def _retain(storage: Storage, name: str, keep_last: int) -> None:
         warnings.warn(f"cannot remove old checkpoints: {error}", RuntimeWarning, stacklevel=3)
 
 
+def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
+    return {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
+
+
 @dataclass(kw_only=True)
 class _Saving:
     """One save under way on one rank. `checksums` are of the chunks that this rank writes."""
@@ -151,15 +158,15 @@ class _Saving:
         passing = (ValueError, FileNotFoundError)
         name: str = together(self.group, self.what, start, passing=passing)[0]
         writer = Writer(self.storage, name)
-        failure = self._write(name, writer, tensors)
-
-        def settle() -> list[tuple[str, int, int]]:
-            if failure:
-                raise failure
-            writer.sync()
-            return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
-
         try:
+            failure = self._write(name, writer, tensors)
+
+            def settle() -> list[tuple[str, int, int]]:
+                if failure:
+                    raise failure
+                writer.sync()
+                return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
+
             rows = together(self.group, self.what, settle)
             together(
                 self.group,
@@ -176,36 +183,49 @@ class _Saving:
     def _write(
         self, name: str, writer: Writer, tensors: Mapping[str, LayoutTensor]
     ) -> Exception | None:
-        """Exchange and write round by round; return what went wrong on this rank.
+        """Exchange and write round by round; return what went wrong in writing on this rank.
 
-        A rank that cannot write goes on exchanging, since the others need what it holds.
+        A rank that cannot write goes on exchanging, since the others need what it holds. One that
+        lacks the memory to exchange cannot: then all ranks raise CheckpointError together.
         """
         failure: Exception | None = None
         writing: Writing | None = None
-        sources = {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
+        sources = self._on_all_ranks(lambda: _on_cpu(tensors))
         with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
-            for batch in self.plan.rounds:
-                buffers = self._exchange(batch, sources)
+            try:
+                for batch in self.plan.rounds:
+                    buffers = self._on_all_ranks(partial(self._allocate, batch))
+                    transfer(batch.copies, sources, buffers, self.group)
+                    try:
+                        if writing:
+                            writing.wait()
+                        if failure is None:
+                            chunks = self._chunks(name, writer, batch, buffers)
+                            writing = self.engine.write(self.storage, chunks)
+                            hashed = pool.map(lambda chunk: zlib.crc32(chunk.data), chunks)
+                            sums = zip(batch.of(self.group.rank), hashed, strict=True)
+                            self.checksums.update(sums)
+                    except Exception as error:  # reported to all ranks at the end
+                        failure = failure or error
+            finally:  # also on the way out: nothing may still be written when the rest is removed
                 try:
                     if writing:
                         writing.wait()
-                    if failure is None:
-                        chunks = self._chunks(name, writer, batch, buffers)
-                        writing = self.engine.write(self.storage, chunks)
-                        hashed = pool.map(lambda chunk: zlib.crc32(chunk.data), chunks)
-                        self.checksums.update(zip(batch.of(self.group.rank), hashed, strict=True))
-                except Exception as error:  # reported to all ranks at the end
+                except Exception as error:
                     failure = failure or error
-        try:
-            if writing:
-                writing.wait()
-        except Exception as error:
-            failure = failure or error
         return failure
 
-    def _exchange(
-        self, batch: Round, sources: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _on_all_ranks(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes on this rank, once every rank has made its own.
+
+        Ranks meet here before they exchange anything: if one fails, none waits for it.
+        """
+        made: list[T] = []
+        together(self.group, self.what, lambda: made.append(make()), passing=())
+        return made[0]
+
+    def _allocate(self, batch: Round) -> dict[str, torch.Tensor]:
+        """Return a buffer for each chunk of a round that this rank writes; zeros at the edges."""
         buffers = {}
         for chunk in batch.of(self.group.rank):
             info = self.plan.tensors[chunk.name]
@@ -213,7 +233,6 @@ class _Saving:
             whole = info.grid.box(chunk.number).shape == info.chunk_shape
             make = torch.empty if whole else torch.zeros
             buffers[chunk.key] = make(info.chunk_shape, dtype=dtype)
-        transfer(batch.copies, sources, buffers, self.group)
         return buffers
 
     def _chunks(
