@@ -14,15 +14,15 @@ from mcore_parallel.testing import RankPool
 from mcore_train.callbacks import read_metrics
 from mcore_train.config import TrainConfig
 from mcore_train.load import config_to_tree
-from mcore_train.pretrain import pretrain, pretrain_apart, run_rank
+from mcore_train.pretrain import RunSummary, pretrain, pretrain_apart, run_rank
 
 sys.path.append(str(Path(__file__).parent))
-from toy import toy, write_tokens
+from toy import GPT2_DRESS, toy, write_tokens
 
 
-def run_config(folder: Path, **fields: Any) -> TrainConfig:
+def run_config(folder: Path, model: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
     return toy(
-        model={"dropout": 0.1},
+        model={"dropout": 0.1, **(model or {})},
         checkpoint={"directory": str(folder), **fields.pop("checkpoint", {})},
         log={"directory": str(folder)},
         # The length of the run is not the length of the schedule: a run can be cut short.
@@ -77,6 +77,50 @@ def test_without_the_random_state_the_result_changes(
     assert any(not ours[name].equal(theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("dress", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2,sp"])
+def test_resume_over_two_ranks_is_bitwise(
+    ranks: RankPool, tmp_path: Path, layout: str, dress: str
+) -> None:
+    """U18: the same over two ranks in a new world, with documents read from files."""
+    data = {
+        "mock": False,
+        "train": str(write_tokens(tmp_path / "tokens")),
+        "split": "8,2",
+        "eod_id": 0,
+        "mask_eod_loss": True,
+        "reset_positions": True,
+        "reset_attention": True,
+    }
+
+    def run(folder: Path, steps: int) -> RunSummary:
+        config = run_config(
+            folder,
+            model=GPT2_DRESS if dress == "gpt2" else {},
+            data=data,
+            batch={"global_size": 8},
+            steps=steps,
+        )
+        config = dataclasses.replace(config, parallel=ParallelConfig.parse(layout))
+        summaries = ranks.run(run_rank, 2, config_to_tree(config), timeout=120)
+        assert [summary.rank for summary in summaries] == [0, 1]
+        found = summaries[0]
+        assert isinstance(found, RunSummary)
+        return found
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, 6)
+    assert run(parts, 3).step == 3
+    summary = run(parts, 6)
+    assert (summary.first_step, summary.step) == (3, 6)
+    assert training_rows(parts) == training_rows(whole)
+    assert [row[0] for row in training_rows(whole)] == [1, 2, 3, 4, 5, 6]
+    assert_same(tensors(parts, 6), tensors(whole, 6))
+    # The run went on into a second epoch of these documents.
+    state = mcore_ckpt.read_state(parts)["data"]
+    assert 24 < state["sampler"]["num_samples"] < state["consumed_samples"] == 48
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -90,7 +134,7 @@ def test_without_the_random_state_the_result_changes(
 def test_resume_under_another_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, first: str, second: str
 ) -> None:
-    """U19, U43 kind: the same samples, and the same result within the metric of parity."""
+    """U19, and the dense half of U43: the same samples and result, by the metric of parity."""
     for layout, steps in ((first, 3), (second, 6)):
         parallel = ParallelConfig.parse(layout)
         world = parallel.tp * parallel.pp * (parallel.dp or 1)
@@ -133,32 +177,45 @@ def test_new_schedule_after_loading(tmp_path: Path) -> None:
     assert moments == 3 + 5  # the moments went on: their bias correction knows their age
 
 
-def test_the_new_rate_is_the_one_used(tmp_path: Path) -> None:
-    """U20 kind: with SGD the first step after loading moves by exactly the new rate."""
+def test_every_parameter_takes_the_new_rate(tmp_path: Path) -> None:
+    """U20, every param group: with SGD the first step after loading moves by the new rate.
+
+    Matrices decay, norms do not: with and without decay shows both groups at work.
+    """
+    matrix, norm = "model/layers.1.mlp.down.weight", "model/layers.1.post_norm.weight"
     sgd = {"kind": "sgd", "weight_decay": 0.0, "clip_norm": None}
     first = {"kind": "constant", "lr": 0.5, "warmup_steps": 0}
-    pretrain(
-        toy(steps=1, optimizer=sgd, schedule=first, checkpoint={"directory": str(tmp_path / "a")}),
-        nproc=1,
-    )
-    moved = {}
-    for rate in (0.5, 0.05):
-        folder = tmp_path / str(rate)
+    old = tmp_path / "old"
+    config = toy(steps=1, optimizer=sgd, schedule=first, checkpoint={"directory": str(old)})
+    pretrain(config, nproc=1)
+    start = tensors(old, 1)
+
+    def moved(rate: float, weight_decay: float) -> dict[str, torch.Tensor]:
+        folder = tmp_path / f"{rate} {weight_decay}"
         config = toy(
             steps=1,
-            optimizer=sgd,
+            optimizer={**sgd, "weight_decay": weight_decay},
             schedule={**first, "lr": rate, "min_lr": 0.0},
-            checkpoint={
-                "directory": str(folder),
-                "load": str(tmp_path / "a"),
-                "reset_step": True,
-            },
+            checkpoint={"directory": str(folder), "load": str(old), "reset_step": True},
         )
         pretrain(config, nproc=1)
-        name = "model/layers.1.mlp.down.weight"
-        moved[rate] = tensors(folder, 1)[name] - tensors(tmp_path / "a", 1)[name]
-    torch.testing.assert_close(moved[0.5], 10 * moved[0.05], rtol=1e-3, atol=1e-7)
-    assert moved[0.5].abs().max() > 0
+        now = tensors(folder, 1)
+        return {name: (now[name] - value).double() for name, value in start.items()}
+
+    high, low = moved(0.5, 0.0), moved(0.05, 0.0)
+    for name in start:
+        assert high[name].abs().max() > 0
+        torch.testing.assert_close(high[name], 10 * low[name], rtol=1e-3, atol=2e-6)
+    decayed = moved(0.05, 0.3)
+    for name, value in start.items():
+        by_decay = decayed[name] - low[name]
+        if value.dim() == 1:
+            assert by_decay.eq(0).all()
+        else:
+            expected = -0.05 * 0.3 * value.double()
+            torch.testing.assert_close(by_decay, expected, rtol=1e-3, atol=2e-7)
+    assert start[norm].dim() == 1
+    assert start[matrix].dim() == 2
 
 
 def test_weights_only_starts_afresh(whole: Path, tmp_path: Path) -> None:
