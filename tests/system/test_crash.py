@@ -11,6 +11,7 @@ import pytest
 
 import mcore_ckpt
 from mcore_train.load import config_from_tree, config_to_tree
+from mcore_train.pretrain import run_rank
 
 KILLS = 100 if os.environ.get("NIGHTLY") else 10
 
@@ -31,16 +32,10 @@ def toy_tree(folder: Path, steps: int) -> dict[str, Any]:
     return config_to_tree(config)
 
 
-def train(tree: dict[str, Any]) -> None:
-    from mcore_train.pretrain import run_rank
-
-    run_rank(tree)
-
-
 def start(tree: dict[str, Any]) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mcore_train.pretrain"])
-    process = context.Process(target=train, args=(tree,))
+    process = context.Process(target=run_rank, args=(tree,))
     process.start()
     return process
 
