@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"mcore-train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("mcore-train: interrupted", file=sys.stderr)
+        return 130
     except FloatingPointError as error:
         print(f"mcore-train: training stopped: {error}", file=sys.stderr)
         return 1
@@ -110,6 +113,9 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     if validation is not None:
         loss += f", validation loss {validation:.4f}"
     saved = "" if summary.checkpoint is None else f", checkpoint {summary.checkpoint}"
+    if summary.first_step >= summary.step:
+        print(f"nothing to train: the run is at step {summary.step} already{loss}{saved}")
+        return 0
     print(f"trained from step {summary.first_step} to step {summary.step}{loss}{saved}")
     return 0
 

@@ -6,6 +6,7 @@ has been checked as a whole: nothing is built from one that is wrong.
 """
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -115,7 +116,7 @@ class ScheduleConfig:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"lr={self.lr} must be greater than 0")
+        _require(0 < self.lr < math.inf, f"lr={self.lr} must be greater than 0 and finite")
         _require(
             0 <= self.min_lr <= self.lr,
             f"min_lr={self.min_lr} must lie in 0 <= min_lr <= lr={self.lr}",
@@ -214,6 +215,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
+        _require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         check_sequence(self.parallel, self.data.seq_length)
         model, data = self.model, self.data
         _require(

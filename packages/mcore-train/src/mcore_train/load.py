@@ -71,7 +71,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
             raise ValueError(f"unexpected argument {word!r}: overrides are written --a.b VALUE")
         key, equals, text = word[2:].partition("=")
         if not equals:
-            if not words:
+            if not words or words[0].startswith("--"):
                 raise ValueError(f"--{key} needs a value")
             text = words.pop(0)
         parsed.append((key.replace("-", "_").split("."), _yaml_value(text)))
@@ -110,9 +110,12 @@ def _read(source: str | Path) -> dict[str, Any]:
             )
         path = _recipes() / f"{source}.yaml"
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        what = "a folder, not a file" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {what}")
     try:
         tree = yaml.safe_load(path.read_text())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -27,7 +27,7 @@ from mcore_parallel import (
     launch_local,
 )
 from mcore_parallel.layout import gather_all
-from mcore_train.config import TrainConfig
+from mcore_train.config import CheckpointConfig, LogConfig, TrainConfig
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.pretrain import check_run
 from mcore_train.schedules import learning_rate
@@ -106,7 +106,8 @@ def comparable(config: TrainConfig) -> TrainConfig:
         optimizer=optimizer,
         parallel=ParallelConfig(),
         device="cpu",
-        checkpoint=dataclasses.replace(config.checkpoint, directory=None, interval=None),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,20 @@ def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
         IndexedReader(config.data.train)
         if config.data.validation is not None:
             IndexedReader(config.data.validation)
+    _check_writable("checkpoint.directory", config.checkpoint.directory)
+    _check_writable("log.directory", config.log.directory)
     return plan
+
+
+def _check_writable(name: str, folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name}={folder} cannot be written: {error.strerror}") from None
 
 
 def run_rank(tree: Mapping[str, Any]) -> RunSummary:

@@ -9,12 +9,14 @@ from typing import Any
 
 import mcore_ckpt
 from mcore_parallel import Group
-from mcore_train.config import CheckpointConfig
+from mcore_train.config import CheckpointConfig, TrainConfig
 from mcore_train.data import tokenizer_folder
 from mcore_train.load import config_to_tree
 from mcore_train.session import Session
 
 WEIGHTS = ("model/",)
+FREE = {"dropout", "init_std", "init_depth_scaled"}
+"""Fields of the architecture that may change when training goes on."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,31 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
     return found, False
 
 
+def check_same_model(config: TrainConfig, found: mcore_ckpt.Found, *, weights_only: bool) -> None:
+    """Check that the architecture (and the optimizer) are those the checkpoint was trained with.
+
+    Shapes alone do not tell: another number of heads, say, fits the same tensors.
+
+    Raises:
+        ValueError: names the first field that differs, with both values.
+    """
+    saved, now = found.state["config"], config_to_tree(config)
+    fields = [
+        ("model", name) for name in now["model"] if name not in FREE and name in saved["model"]
+    ]
+    if not weights_only:
+        fields.append(("optimizer", "kind"))
+    for section, name in fields:
+        old, new = saved[section][name], now[section][name]
+        if old != new:
+            advice = f"use {old}"
+            if section == "optimizer":
+                advice += ", or take the weights alone (checkpoint.load with weights_only)"
+            raise ValueError(
+                f"{section}.{name}={new}, but {found.path} was trained with {old}: {advice}"
+            )
+
+
 def load_state(
     session: Session,
     found: mcore_ckpt.Found,
@@ -98,6 +125,7 @@ def load_state(
         ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
             run cannot go on with these data.
     """
+    check_same_model(session.config, found, weights_only=weights_only)
     tensors = session.optimizer.state_tensors()
     mcore_ckpt.load(
         found.path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None

@@ -140,13 +140,15 @@ class Progress(Callback):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `metrics.jsonl`; a last line cut short by a crash is left out."""
+    """Return the rows of a `metrics.jsonl`; lines cut short or damaged are left out."""
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows

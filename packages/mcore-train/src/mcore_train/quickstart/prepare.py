@@ -58,6 +58,7 @@ def prepare_tokenizer(stages: Stages, out: Path, corpus: dict[str, Any]) -> dict
         {"corpus": corpus, "vocab_size": VOCABULARY, "folder": str(out)},
         work,
         lambda r: f"sentencepiece BPE of {r['vocab_size']} pieces in {r['folder']}",
+        outputs=[out / "tokenizer" / "tokenizer_config.json"],
     )
 
 
@@ -95,4 +96,5 @@ def prepare_data(
             f"validate (entropy: unigram {r['unigram']:.2f}, bigram {r['bigram']:.2f} nats) in "
             f"{Path(r['train']['prefix']).parent}"
         ),
+        outputs=[out / "data" / f"{part}.{kind}" for part in PARTS for kind in ("bin", "idx")],
     )

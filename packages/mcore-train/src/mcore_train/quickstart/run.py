@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_models import count_parameters
 from mcore_parallel import ParallelConfig
-from mcore_train.config import TrainConfig
+from mcore_train.config import CheckpointConfig, LogConfig, TrainConfig
 from mcore_train.load import config_to_tree, load_config
 from mcore_train.plot import plot_losses
 from mcore_train.pretrain import RunSummary, check_run, pretrain, pretrain_apart
@@ -114,8 +114,13 @@ def run_quickstart(options: Quickstart, say: Callable[[str], None] = print) -> d
 
 def check_layout_of(config: TrainConfig, nproc: int) -> None:
     """Check what needs no data: the layout against the architecture and the processes."""
-    data = dataclasses.replace(config.data, train=None, validation=None, mock=True)
-    check_run(dataclasses.replace(config, data=data), nproc)
+    bare = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, train=None, validation=None, mock=True),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+    )
+    check_run(bare, nproc)
 
 
 def _forget_another_run(out: Path, identity: dict[str, Any]) -> None:
@@ -168,9 +173,10 @@ def _describe_training(config: TrainConfig, results: dict[str, Any], data: dict[
     size = count_parameters(config.model).total / 1e6
     loss = results["validation_loss"]
     below = 1 - loss / data["unigram"]
+    where = f"{abs(below):.0%} {'below' if below >= 0 else 'above'}"
     return (
         f"{size:.1f} M parameters, step {results['step']}, validation loss {loss:.3f} nats, "
-        f"{below:.0%} below the unigram entropy {data['unigram']:.2f}; "
+        f"{where} the unigram entropy {data['unigram']:.2f}; "
         f"checkpoint {results['checkpoint']}"
     )
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,18 @@ class Stages:
         inputs: Mapping[str, Any],
         work: Callable[[], dict[str, Any]],
         describe: Callable[[dict[str, Any]], str],
+        *,
+        outputs: Sequence[Path] = (),
     ) -> dict[str, Any]:
-        """Return the results of the stage `name` (JSON-able), doing `work` only where needed."""
+        """Return the results of the stage `name` (JSON-able), doing `work` only where needed.
+
+        A stage one of whose `outputs` has gone is done again.
+        """
         note = self.folder / f"{name}.stage.json"
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
         stored = _read(note)
-        if stored is not None and stored["inputs"] == digest:
+        there = all(path.exists() for path in outputs)
+        if stored is not None and stored.get("inputs") == digest and there:
             results: dict[str, Any] = stored["results"]
             self.say(f"{name}: {describe(results)} (done before)")
             return results
@@ -52,6 +58,6 @@ class Stages:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     return value if isinstance(value, dict) else None
