@@ -243,12 +243,7 @@ def test_no_directory_no_checkpoint() -> None:
     "place",
     [
         "before",
-        pytest.param(
-            "after",
-            marks=pytest.mark.xfail(
-                reason="SaveCheckpoints saves while later callbacks have not seen the step yet"
-            ),
-        ),
+        "after",
     ],
 )
 def test_the_state_of_a_callback_survives_a_resume(tmp_path: Path, place: str) -> None:

@@ -213,7 +213,6 @@ def test_the_command_names_the_first_difference(
     assert main([*command, "--layout", "tp=2,pp=2"]) == 0
 
 
-@pytest.mark.xfail(reason="comparable() drops the directory, which keep_last needs")
 def test_files_and_checkpoints_are_left_alone(tmp_path: Path) -> None:
     """Whatever the config says about saving: nothing of it is done."""
     saving = {"directory": str(tmp_path / "c"), "interval": 1, "keep_last": 2}

@@ -61,6 +61,8 @@ class Trainer:
                 agreed = metrics.stop
                 for callback in self.callbacks:
                     callback.on_step(self, metrics)
+                for callback in self.callbacks:
+                    callback.after_step(self)
             for callback in self.callbacks:
                 callback.on_end(self)
         finally:

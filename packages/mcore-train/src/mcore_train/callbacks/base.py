@@ -25,6 +25,9 @@ class Callback:
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Called after every optimizer step; `trainer.step` already counts it."""
 
+    def after_step(self, trainer: Trainer) -> None:
+        """Called when every callback has had its `on_step`: their state is that of this step."""
+
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
         """Called when a validation loss is known (mean over all valid tokens, nats)."""
 

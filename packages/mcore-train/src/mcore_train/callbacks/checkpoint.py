@@ -8,7 +8,6 @@ from mcore_train.callbacks.base import Callback
 from mcore_train.config import CheckpointConfig
 
 if TYPE_CHECKING:
-    from mcore_train.step import StepMetrics
     from mcore_train.trainer import Trainer
 
 
@@ -24,7 +23,7 @@ class SaveCheckpoints(Callback):
         if trainer.resumed:
             self.saved_step = trainer.step
 
-    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def after_step(self, trainer: Trainer) -> None:
         """Save when the interval is full."""
         if self.config.interval and trainer.step % self.config.interval == 0:
             self._save(trainer)

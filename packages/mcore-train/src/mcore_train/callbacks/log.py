@@ -38,6 +38,8 @@ class MetricsLog(Callback):
         self.clock = time.perf_counter()
         self.stepped = self.clock
         self.tokens = 0
+        self.unlogged: StepMetrics | None = None
+        self.evaluated: set[tuple[int, str]] = set()
 
     def on_start(self, trainer: Trainer) -> None:
         """Open the files on rank 0."""
@@ -47,6 +49,7 @@ class MetricsLog(Callback):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.path) if row["step"] <= trainer.step]
+        self.evaluated = {(row["step"], key) for row in kept for key in row}
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)
@@ -59,14 +62,24 @@ class MetricsLog(Callback):
         """Log every `interval` steps, the first and the last."""
         self.tokens += metrics.tokens
         self.stepped = time.perf_counter()
+        self.unlogged = metrics
         first_or_last = trainer.step in {1, trainer.config.steps}
-        if not self.active or (trainer.step % self.config.interval and not first_or_last):
+        if trainer.step % self.config.interval == 0 or first_or_last:
+            self._log_step(trainer.step)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Log the last step of a run that a signal ended early."""
+        self._log_step(trainer.step)
+
+    def _log_step(self, step: int) -> None:
+        metrics, self.unlogged = self.unlogged, None
+        if not self.active or metrics is None:
             return
         now = time.perf_counter()
         rate = self.tokens / max(now - self.clock, 1e-9)
         self.clock, self.tokens = now, 0
         self._write(
-            step=trainer.step,
+            step=step,
             loss=metrics.loss,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
@@ -77,7 +90,7 @@ class MetricsLog(Callback):
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
         """Log a validation loss; its time is not that of training."""
         self.clock += self._since_step()
-        if self.active:
+        if self.active and (trainer.step, f"{name}_loss") not in self.evaluated:
             self._write(step=trainer.step, **{f"{name}_loss": loss})
 
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
