@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from mcore_ckpt.dtypes import stored_type
@@ -150,8 +150,18 @@ def sha256(data: bytes) -> str:
 
 
 def producer() -> dict[str, str]:
-    """Return the versions of what wrote a checkpoint, for the manifest."""
-    return {name: version(name) for name in ("mcore-ckpt", "tensorstore", "torch")}
+    """Return the versions of what wrote a checkpoint, for the manifest.
+
+    "source" stands for a package that runs from its sources without being installed.
+    """
+    return {name: _version(name) for name in ("mcore-ckpt", "tensorstore", "torch")}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "source"
 
 
 def check_json(value: Any, where: str = "state") -> Json:
