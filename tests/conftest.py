@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from mcore_parallel.testing import RankPool
 
 # Imported once, before the workers are forked: importing them in each of sixteen costs minutes.
 # torch.testing.assert_close needs torch.distributed.tensor.
 PRELOAD = ("pytest", "torch.distributed.tensor", "mcore_train.parity", "mcore_inference")
+
+# As in the ranks: sums over threads are taken in another order, and some comparisons are bitwise.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
