@@ -19,7 +19,7 @@ lint: ## ruff, format and rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: ## mypy --strict over packages, tests and tools
+types: ## mypy --strict over packages and tools
 	$(BIN)/mypy
 
 layers: ## Imports go down only (import-linter)

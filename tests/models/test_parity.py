@@ -1,6 +1,6 @@
 """Every layout gives the loss and the gradients of one process, by global tensor name.
 
-The metric is that of the architecture document: ‖Δ‖ ≤ 1e-5 · max(‖reference‖, 1e-3 · ‖all‖), fp32.
+The metric: ‖Δ‖ ≤ 1e-5 · max(‖reference‖, 1e-3 · ‖all‖), fp32.
 """
 
 from dataclasses import dataclass, replace

@@ -63,7 +63,6 @@ class ParamSpec:
     init: Init
     grad_sync: tuple[GradSync, ...] = ()
     expert: bool = False
-    keep_fp32: bool = False
     decay: bool = field(default=cast(bool, None))  # None only until __post_init__ has decided
 
     def __post_init__(self) -> None:

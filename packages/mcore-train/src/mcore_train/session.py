@@ -42,8 +42,9 @@ class Session:
     channel: Channel
 
     def close(self) -> None:
-        """Stop reading ahead and release the communicators; all ranks call it together."""
+        """Finish what is under way and release the communicators; all ranks call it together."""
         self.data.close()
+        self.optimizer.wait()  # the last gathers of parameters may still be running
         self.channel.close()
 
 
