@@ -263,13 +263,16 @@ def test_more_ranks_than_gpus_are_rejected() -> None:
 
 
 TORCHRUN = """
+import os
+
 import torch
 from mcore_parallel import Group, RankDiedError, all_reduce
 from mcore_parallel.launch import init_from_env
 
 place = init_from_env(device="cpu")
 total = all_reduce(torch.tensor(place.rank + 1), Group.world())
-print(f"rank {place.rank} of {place.world_size}: {int(total)}", flush=True)
+# One write each: two of them may otherwise mix.
+os.write(1, f"rank {place.rank} of {place.world_size}: {int(total)}\\n".encode())
 torch.distributed.destroy_process_group()
 """
 
@@ -280,4 +283,4 @@ def test_works_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+    assert sorted(done.stdout.splitlines())[-2:] == ["rank 0 of 2: 3", "rank 1 of 2: 3"]

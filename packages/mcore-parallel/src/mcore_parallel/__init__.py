@@ -33,7 +33,13 @@ from mcore_parallel.data import (
     decay,
 )
 from mcore_parallel.group import Group
-from mcore_parallel.launch import Place, init_from_env, launch_local, launched_by_torchrun
+from mcore_parallel.launch import (
+    Place,
+    init_from_env,
+    launch_local,
+    launched_by_torchrun,
+    world_size_from_env,
+)
 from mcore_parallel.layout import Box, Fragment, LayoutTensor, TensorLayout
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import Action, Channel, PipelineError, gpipe, one_f_one_b, run_schedule
@@ -124,4 +130,5 @@ __all__ = [
     "stage_layers",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_prob",
+    "world_size_from_env",
 ]

@@ -89,6 +89,11 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
+def world_size_from_env() -> int:
+    """The number of ranks that torchrun (or the like) has started, 1 where there is none."""
+    return _integer("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+
+
 def _place(rank: int, world_size: int, local_rank: int, device: Device) -> Place:
     if device == "cpu":
         where = torch.device("cpu")

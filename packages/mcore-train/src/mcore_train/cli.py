@@ -77,6 +77,26 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--train-steps", type=int, default=3, metavar="N", help="default 3")
     parity.set_defaults(run=_parity, takes_overrides=True)
 
+    bench = commands.add_parser(
+        "bench",
+        help="time training steps beside what the device can do",
+        epilog="Any other field of the config is an option, as in pretrain.",
+    )
+    bench.add_argument("--preset", required=True, metavar="NAME", help="see mcore-models presets")
+    bench.add_argument("--nproc", type=int, metavar="K", help="start K processes here")
+    bench.add_argument("--layout", default="", metavar="LAYOUT", help="such as tp=2,sp")
+    bench.add_argument("--seq-length", type=int, default=8192, metavar="S", help="default 8192")
+    bench.add_argument("--micro-size", type=int, default=1, metavar="B", help="default 1")
+    bench.add_argument(
+        "--micro-batches", type=int, default=4, metavar="M", help="per replica and step; default 4"
+    )
+    bench.add_argument("--precision", default="bf16", help="bf16 (default) or fp32")
+    bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps; default 3")
+    bench.add_argument("--steps", type=int, default=6, metavar="N", help="measured; default 6")
+    bench.add_argument("--no-split", action="store_true", help="without the profiled step")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="append one JSON row")
+    bench.set_defaults(run=_bench, takes_overrides=True)
+
     recipes = commands.add_parser("recipes", help="list the recipes of this package")
     recipes.set_defaults(run=_recipes, takes_overrides=False)
     return parser
@@ -139,6 +159,33 @@ def _parity(args: argparse.Namespace, rest: list[str]) -> int:
             verdict = f"DIFFERS, first in {failure.kind} {failure.name} by {failure.ratio:.1e}"
         print(f"{report.layout} on {report.world_size}: {verdict} (largest: {worst})", flush=True)
     return 0 if good else 1
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+    import json
+
+    from mcore_train.bench import BenchOptions, bench
+    from mcore_train.bench.config import bench_config
+    from mcore_train.bench.text import describe
+
+    config = bench_config(
+        args.preset,
+        layout=args.layout,
+        world_size=args.nproc,
+        seq_length=args.seq_length,
+        micro_size=args.micro_size,
+        micro_batches=args.micro_batches,
+        precision=args.precision,
+        overrides=rest,
+    )
+    options = BenchOptions(warmup=args.warmup, steps=args.steps, split=not args.no_split)
+    report = bench(config, options, nproc=args.nproc)
+    if report.rank == 0:
+        print("\n".join(describe(report)), flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(json.dumps({"preset": args.preset} | report.row()) + "\n")
+    return 0
 
 
 def _recipes(args: argparse.Namespace, rest: list[str]) -> int:

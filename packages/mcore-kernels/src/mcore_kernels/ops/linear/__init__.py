@@ -1,7 +1,10 @@
 """Matrix product with a weight: `mcore_kernels.protocols.LinearOp`."""
 
+import torch
+
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.linear.reference import ReferenceLinear
+from mcore_kernels.requirements import needs_arch, needs_device, needs_dtype
 
 OPERATOR = Operator(
     "linear",
@@ -11,6 +14,18 @@ OPERATOR = Operator(
             name="reference",
             fn=ReferenceLinear(),
             summary="torch's own matrix products",
+        ),
+        Implementation(
+            op="linear",
+            name="mixed",
+            fn="mcore_kernels.ops.linear.mixed:LINEAR",
+            requires=(
+                needs_device("cuda"),
+                needs_arch((8, 0)),
+                needs_dtype(torch.bfloat16, torch.float16),
+            ),
+            priority=20,
+            summary="16-bit weight gradients added to float32 buffers within the product",
         ),
     ),
 )
