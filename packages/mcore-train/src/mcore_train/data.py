@@ -154,6 +154,11 @@ class ReplicaData:
             micro_batch_size=config.batch.micro_size,
         )
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are validation samples."""
+        return self.datasets.validation is not None
+
     def batches(self) -> Iterator[list[TokenBatch]]:
         """Yield the micro-batches of one step after another, from where the loader stands."""
         while True:
@@ -174,6 +179,10 @@ class ReplicaData:
             num_samples=min(self.config.evaluate.windows, len(source)),
         )
         return self._share(lambda: loader)
+
+    def files(self) -> dict[str, Path | bytes]:
+        """Return the tokenizer's folder, which travels with a checkpoint, where there is one."""
+        return tokenizer_folder(self.config)
 
     def state_dict(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint needs to go on after `consumed` samples, JSON-able."""

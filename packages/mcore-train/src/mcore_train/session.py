@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from mcore_models import GPT, build_model
+from mcore_models import GPT, TokenBatch, build_model
 from mcore_parallel import (
     Channel,
     GradientBuckets,
@@ -21,6 +24,43 @@ from mcore_train.data import ReplicaData
 from mcore_train.optim import build_rule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class DataSource(Protocol):
+    """What a run learns from: `ReplicaData`, or whatever answers like it.
+
+    What a batch is lies between the source and the step that takes it. All ranks make the same
+    calls.
+    """
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is something to measure the validation loss on."""
+        ...
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what one step takes after another, from where the source stands."""
+        ...
+
+    def validation_batches(self) -> list[TokenBatch]:
+        """Return this replica's share of the validation samples, equally many on every replica."""
+        ...
+
+    def files(self) -> dict[str, Path | bytes]:
+        """Return what travels with a checkpoint, by name: the tokenizer's folder."""
+        ...
+
+    def state_dict(self, consumed: int) -> dict[str, Any]:
+        """Return JSON-able values: `consumed_samples`, and what must fit in order to go on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; ValueError when that is not possible."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +78,7 @@ class Session:
     buckets: GradientBuckets
     optimizer: ShardedOptimizer
     rng: RngStreams
-    data: ReplicaData
+    data: DataSource
     channel: Channel
 
     def close(self) -> None:
@@ -48,15 +88,19 @@ class Session:
         self.channel.close()
 
 
-def build_session(config: TrainConfig, mesh: ParallelMesh) -> Session:
+def build_session(
+    config: TrainConfig, mesh: ParallelMesh, *, data: DataSource | None = None
+) -> Session:
     """Build what `config` describes; all ranks of the mesh call it together.
+
+    `data` stands in for the files that `config.data` names.
 
     Raises:
         ValueError: before anything is built: the config does not fit the mesh, or the data or the
             architecture does not fit the config.
     """
     plan = config.check_world(mesh.world.size)
-    data = ReplicaData(config, mesh)
+    data = ReplicaData(config, mesh) if data is None else data
     model = build_model(
         config.model,
         mesh,

@@ -10,7 +10,6 @@ from typing import Any
 import mcore_ckpt
 from mcore_parallel import Group
 from mcore_train.config import CheckpointConfig, TrainConfig
-from mcore_train.data import tokenizer_folder
 from mcore_train.load import config_to_tree
 from mcore_train.session import Session
 
@@ -53,7 +52,7 @@ def save_state(
         tensors=session.optimizer.state_tensors(),
         state=state,
         group=session.mesh.world,
-        files=tokenizer_folder(session.config),
+        files=session.data.files(),
         keep_last=keep_last,
     )
 

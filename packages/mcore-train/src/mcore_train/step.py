@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_models import GlobalCounts, TokenBatch
+from mcore_models import GPT, GlobalCounts, TokenBatch
 from mcore_parallel import (
     Action,
     ParallelMesh,
@@ -25,7 +27,8 @@ from mcore_train.session import Session
 class StepMetrics:
     """What a step did. `loss` is the mean over all valid tokens of the global batch, in nats.
 
-    `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end.
+    `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end, `extra`
+    further numbers for the logs, by name.
     """
 
     loss: float
@@ -33,6 +36,40 @@ class StepMetrics:
     grad_norm: float
     lr: float
     stop: bool
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class StageLoss(Protocol):
+    """What the last pipeline stage computes from a micro-batch; `GPT.loss` is one."""
+
+    def __call__(
+        self,
+        model: GPT,
+        batch: Any,
+        hidden: Tensor | None = None,
+        /,
+        *,
+        counts: GlobalCounts,
+        rng: RngKey | None = None,
+    ) -> Tensor:
+        """Return this micro-batch's share of the loss, a scalar, the same on all ranks of tp.
+
+        Args:
+            model: this stage; `stage_forward` runs it.
+            batch: a `TokenBatch`, or a subclass that carries more.
+            hidden: what the stage before returned.
+            counts: totals over the global batch, by which sums are divided.
+            rng: key of this step's dropout.
+        """
+        ...
+
+
+class TrainStep(Protocol):
+    """What `Trainer` does with a batch of the data source: `Step`, or one that does more."""
+
+    def __call__(self, batches: Any, *, lr: float, rng: RngKey, stop: bool = False) -> StepMetrics:
+        """Change the weights once (or several times) and tell how it went; all ranks call it."""
+        ...
 
 
 class Step:
@@ -43,8 +80,9 @@ class Step:
     therefore summed over ranks, never averaged.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, loss: StageLoss = GPT.loss) -> None:
         self.session = session
+        self.loss = loss
         self.actions = stage_actions(session.mesh, session.plan.micro_batches)
 
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> tuple[Tensor, int]:
@@ -61,7 +99,7 @@ class Step:
 
         def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
             if mesh.is_last_stage:
-                return model.loss(batch, hidden, counts=counts, rng=rng)
+                return self.loss(model, batch, hidden, counts=counts, rng=rng)
             return model.stage_forward(batch, hidden, rng=rng)
 
         session.buckets.zero()

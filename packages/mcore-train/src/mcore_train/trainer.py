@@ -10,18 +10,24 @@ from mcore_train.config import TrainConfig
 from mcore_train.schedules import learning_rate
 from mcore_train.session import Session
 from mcore_train.state import Progress, find_start, load_state, save_state
-from mcore_train.step import Step, evaluate
+from mcore_train.step import Step, TrainStep, evaluate
 
 
 class Trainer:
-    """Runs a session from the step it stands at to the last one.
+    """Runs a session from the step it stands at to the last one, each by calling `step`.
 
     `progress` counts finished steps and consumed samples and is part of a checkpoint; `resumed`
     says whether the run continues an earlier one, `checkpoint` is its newest. A callback may set
     `stop_requested`: all ranks then stop after the step in flight, and `run` returns normally.
     """
 
-    def __init__(self, session: Session, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        session: Session,
+        callbacks: Sequence[Callback] = (),
+        *,
+        step: TrainStep | None = None,
+    ) -> None:
         self.session = session
         self.config: TrainConfig = session.config
         self.callbacks = tuple(callbacks)
@@ -29,7 +35,7 @@ class Trainer:
         self.resumed = False
         self.checkpoint: Path | None = None
         self.stop_requested = False
-        self.train_step = Step(session)
+        self.train_step: TrainStep = step or Step(session)
 
     @property
     def step(self) -> int:

@@ -34,7 +34,7 @@ class Evaluate(Callback):
         self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
-        if self.evaluated_step == trainer.step or trainer.session.data.datasets.validation is None:
+        if self.evaluated_step == trainer.step or not trainer.session.data.has_validation:
             return
         self.evaluated_step = trainer.step
         loss = trainer.evaluate()

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class MetricsLog(Callback):
     """Append one JSON object per event to `directory/metrics.jsonl` (rank 0 only).
 
-    Training rows have `step loss lr grad_norm tokens tokens_per_second`, validation rows
-    `step validation_loss`, checkpoint rows `step saved`. Losses are the values used: the mean over
-    all valid tokens of the global batch. After a resume, rows of steps that will be run again are
-    dropped first, so the file reads like an uninterrupted run.
+    Training rows have `step loss lr grad_norm tokens tokens_per_second` and what `extra` numbers
+    the step gave, validation rows `step validation_loss`, checkpoint rows `step saved`. Losses are
+    the values used: the mean over all valid tokens of the global batch. After a resume, rows of
+    steps that will be run again are dropped first, so the file reads like an uninterrupted run.
     """
 
     def __init__(self, config: LogConfig) -> None:
@@ -85,6 +85,7 @@ class MetricsLog(Callback):
             grad_norm=metrics.grad_norm,
             tokens=metrics.tokens,
             tokens_per_second=round(rate, 1),
+            **metrics.extra,
         )
 
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
