@@ -1,4 +1,4 @@
-"""From YAML and dotted overrides to a checked `TrainConfig`.
+"""From YAML and dotted overrides to a checked config: `TrainConfig`, or another such dataclass.
 
 The dataclasses are the only source of names, types and defaults; pydantic converts and reports.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from mcore_models import preset
 from mcore_train.config import TrainConfig, nearest
 
-RECIPES = "recipes"
+RECIPES = Path(__file__).parent / "recipes"
+C = TypeVar("C")
 
 
 def load_config(
@@ -30,29 +31,53 @@ def load_config(
     Raises:
         ValueError: one line; an unknown key names the nearest valid one.
     """
-    tree = dict(source) if isinstance(source, Mapping) else _read(source)
+    return load_as(TrainConfig, source, overrides, recipes=RECIPES)
+
+
+def load_as(
+    kind: type[C],
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    recipes: Path,
+) -> C:
+    """Read a config of another kind in the same way.
+
+    `kind` is a dataclass of dataclasses and plain values; its field `model`, if any, may start from
+    a preset. `recipes` is the folder of the YAML files that can be given by name. Errors as in
+    `load_config`.
+    """
+    tree = dict(source) if isinstance(source, Mapping) else _read(source, recipes)
     for path, value in parse_overrides(overrides):
         _set(tree, path, value)
-    return config_from_tree(tree)
+    return from_tree(kind, tree)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> TrainConfig:
     """Convert and check nested plain values. `model: {preset: NAME, …}` starts from a preset."""
+    return from_tree(TrainConfig, tree)
+
+
+def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
+    """Convert and check nested plain values as a config of this kind (see `load_as`)."""
     tree = dict(tree)
     model = tree.get("model")
     if isinstance(model, Mapping) and "preset" in model:
         base = dataclasses.asdict(preset(str(model["preset"])))
         tree["model"] = base | {k: v for k, v in model.items() if k != "preset"}
-    tree = _checked(tree, TrainConfig, "")
+    tree = _checked(tree, kind, "")
     try:
-        return TypeAdapter(TrainConfig).validate_python(tree)
+        return TypeAdapter(kind).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_first_line(error)) from None
 
 
-def config_to_tree(config: TrainConfig) -> dict[str, Any]:
-    """Return nested JSON-able values from which `config_from_tree` makes the same config."""
-    tree = TypeAdapter(TrainConfig).dump_python(config, mode="json")
+def config_to_tree(config: object) -> dict[str, Any]:
+    """Return nested JSON-able values from which `config_from_tree` makes the same config.
+
+    For a config of another kind it is `from_tree`.
+    """
+    tree = TypeAdapter(type(config)).dump_python(config, mode="json")
     assert isinstance(tree, dict)
     return tree
 
@@ -78,13 +103,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
     return parsed
 
 
-def recipe_names() -> list[str]:
-    """The recipes that this package ships."""
-    return sorted(path.stem for path in _recipes().glob("*.yaml"))
-
-
-def _recipes() -> Path:
-    return Path(__file__).parent / RECIPES
+def recipe_names(recipes: Path = RECIPES) -> list[str]:
+    """The recipes that this package ships, or those of another folder."""
+    return sorted(path.stem for path in recipes.glob("*.yaml"))
 
 
 def _yaml_value(text: str) -> Any:
@@ -100,15 +121,15 @@ def _yaml_value(text: str) -> Any:
     return value
 
 
-def _read(source: str | Path) -> dict[str, Any]:
-    path = Path(source)
+def _read(source: str | Path, recipes: Path) -> dict[str, Any]:
+    path, names = Path(source), recipe_names(recipes)
     if path.suffix not in {".yaml", ".yml"}:
-        if str(source) not in recipe_names():
+        if str(source) not in names:
             raise ValueError(
-                f"no recipe {str(source)!r}: did you mean {nearest(str(source), recipe_names())!r}?"
-                f" Recipes: {', '.join(recipe_names())}; a file ends in .yaml"
+                f"no recipe {str(source)!r}: did you mean {nearest(str(source), names)!r}? "
+                f"Recipes: {', '.join(names)}; a file ends in .yaml"
             )
-        path = _recipes() / f"{source}.yaml"
+        path = recipes / f"{source}.yaml"
     if not path.is_file():
         what = "a folder, not a file" if path.is_dir() else "no such file"
         raise ValueError(f"{path}: {what}")

@@ -118,12 +118,13 @@ def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
         IndexedReader(config.data.train)
         if config.data.validation is not None:
             IndexedReader(config.data.validation)
-    _check_writable("checkpoint.directory", config.checkpoint.directory)
-    _check_writable("log.directory", config.log.directory)
+    check_writable("checkpoint.directory", config.checkpoint.directory)
+    check_writable("log.directory", config.log.directory)
     return plan
 
 
-def _check_writable(name: str, folder: Path | None) -> None:
+def check_writable(name: str, folder: Path | None) -> None:
+    """Make the folder that the field `name` gives, if any; ValueError when that cannot be."""
     if folder is None:
         return
     try:
