@@ -1,11 +1,12 @@
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from mcore_models import ModelConfig
-from mcore_models.config import nearest_divisors, nearest_multiples
+from mcore_models import ModelConfig, MoEConfig
+from mcore_models._checks import nearest_divisors, nearest_multiples
 
 TINY = ModelConfig(vocab_size=32, hidden_size=64, num_layers=2, num_heads=4)
+MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_size=48)
 
 
 def test_what_is_left_out_follows_from_the_rest() -> None:
@@ -64,6 +65,9 @@ def test_a_config_is_a_value() -> None:
         ({"pattern": ("*-",)}, ("1 entries", "num_layers=2", "num_layers=1")),
         ({"pattern": ("*-", "..")}, ("entry 1", "'..'")),
         ({"pattern": ("*-", "*")}, ("entry 1", "'*'")),
+        ({"pattern": ("*-", "*E")}, ("layer 1", "'E'", "moe is not set", "MoEConfig")),
+        ({"pattern": ("*-", "*-"), "moe": MOE}, ("moe is set", "'E'", "leave moe out")),
+        ({"moe": {"num_experts": 8, "top_k": 9, "expert_ffn_size": 48}}, ("top_k=9", "8 or less")),
     ],
 )
 def test_errors_name_the_numbers_on_one_line(change: dict[str, object], words: object) -> None:
@@ -73,6 +77,42 @@ def test_errors_name_the_numbers_on_one_line(change: dict[str, object], words: o
     assert "\n" not in text
     for word in words:  # type: ignore[attr-defined]
         assert word in text
+
+
+def test_experts_are_in_every_layer_unless_a_pattern_says_where() -> None:
+    assert replace(TINY, moe=MOE).layer_pattern == ("*E", "*E")
+    assert replace(TINY, moe=MOE, pattern="*- *E").layer_pattern == ("*-", "*E")  # type: ignore[arg-type]
+
+
+def test_a_part_is_taken_as_the_mapping_that_a_file_holds() -> None:
+    config = replace(TINY, moe=MOE)
+    tree = asdict(config)
+    assert tree["moe"]["num_experts"] == 8
+    assert ModelConfig(**tree) == config
+    with pytest.raises(TypeError, match="experts"):
+        replace(TINY, moe={"experts": 8})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": 0}, ("num_experts=0", "at least 1")),
+        ({"top_k": 9}, ("top_k=9", "num_experts=8", "8 or less")),
+        ({"top_k": 1}, ("top_k=1", "normalise_top_k=False")),
+        ({"expert_ffn_size": 2.5}, ("expert_ffn_size=2.5",)),
+        ({"aux_loss_coefficient": -0.1}, ("aux_loss_coefficient=-0.1", "at least 0")),
+        ({"aux_loss_coefficient": float("nan")}, ("aux_loss_coefficient=nan",)),
+        ({"aux_loss_scope": "microbatch"}, ("microbatch", "'micro_batch'")),
+    ],
+)
+def test_errors_of_experts(change: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        replace(MOE, **change)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+    assert replace(MOE, top_k=1, normalise_top_k=False).top_k == 1
+    assert replace(MOE, num_experts=1, top_k=1).top_k == 1
 
 
 def test_nearest_values() -> None:

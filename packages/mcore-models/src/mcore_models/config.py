@@ -5,11 +5,18 @@ other fields; the properties `kv_heads`, `head_size`, `mlp_size` and `layer_patt
 in force.
 """
 
-import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from mcore_models._checks import (
+    check_choice,
+    check_positive,
+    nearest_divisors,
+    nearest_multiples,
+)
+from mcore_models.part_configs import MoEConfig
 
 NormKind = Literal["rms_norm", "layer_norm"]
 ActivationKind = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -18,15 +25,19 @@ PositionKind = Literal["rope", "learned", "none"]
 NO_PART = "."
 """The letter of a pattern entry that says: this layer has no mixer (or no feed-forward)."""
 
+PART_CONFIGS: Mapping[str, tuple[str, type[Any]]] = {"E": ("moe", MoEConfig)}
+"""Letters whose part has a configuration of its own: the field that holds it, and its type."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only language model: what is computed, not where or how fast.
 
     `pattern` has one entry per layer: two letters, the mixer and the feed-forward, each a residual
-    step behind its own norm. `*` is attention, `-` is the MLP, `.` is nothing; every other letter
-    is looked up among the builders given to `build_model`. `None` means `*-` everywhere. Pairs
-    such as `("*", "-")` and one string with blanks, `"*- *. X-"`, are taken too.
+    step behind its own norm. `*` is attention, `-` is the MLP, `E` the mixture of experts that
+    `moe` describes, `.` is nothing; every other letter is looked up among the builders given to
+    `build_model`. `None` means `*-` everywhere, or `*E` where there is a `moe`. Pairs such as
+    `("*", "-")` and one string with blanks, `"*- *. X-"`, are taken too.
 
     `dropout` is the probability for the embedding and for the output of every mixer and
     feed-forward; attention probabilities are never dropped.
@@ -55,20 +66,22 @@ class ModelConfig:
     init_depth_scaled: bool = True
     dropout: float = 0.0
     pattern: tuple[str, ...] | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_positions"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        _check_choice("norm", self.norm, get_args(NormKind))
-        _check_choice("activation", self.activation, get_args(ActivationKind))
-        _check_choice("position", self.position, get_args(PositionKind))
+                check_positive(name, getattr(self, name))
+        check_choice("norm", self.norm, get_args(NormKind))
+        check_choice("activation", self.activation, get_args(ActivationKind))
+        check_choice("position", self.position, get_args(PositionKind))
         self._check_heads()
         self._check_scalars()
         if self.pattern is not None:
             object.__setattr__(self, "pattern", _parse_pattern(self.pattern, self.num_layers))
+        self._check_part_configs()
 
     @property
     def kv_heads(self) -> int:
@@ -97,7 +110,9 @@ class ModelConfig:
     @property
     def layer_pattern(self) -> tuple[str, ...]:
         """The two letters of every layer, `num_layers` entries."""
-        return ("*-",) * self.num_layers if self.pattern is None else self.pattern
+        if self.pattern is not None:
+            return self.pattern
+        return ("*-" if self.moe is None else "*E",) * self.num_layers
 
     @property
     def output_init_std(self) -> float:
@@ -128,39 +143,31 @@ class ModelConfig:
                 f"use {nearest_multiples(self.head_size, 2)}"
             )
 
+    def _check_part_configs(self) -> None:
+        letters = "".join(self.layer_pattern)
+        for letter, (name, kind) in PART_CONFIGS.items():
+            value = getattr(self, name)
+            if isinstance(value, Mapping):  # as it is read from a file
+                value = kind(**value)
+                object.__setattr__(self, name, value)
+            if letter in letters and value is None:
+                index = next(i for i, entry in enumerate(self.layer_pattern) if letter in entry)
+                raise ValueError(
+                    f"layer {index} asks for {letter!r} and {name} is not set: "
+                    f"give {name}={kind.__name__}(…), or another letter"
+                )
+            if value is not None and letter not in letters:
+                raise ValueError(
+                    f"{name} is set and no layer of the pattern has {letter!r}: "
+                    f"put {letter!r} into the pattern, or leave {name} out"
+                )
+
     def _check_scalars(self) -> None:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is a probability: use 0 <= dropout < 1")
         for name in ("norm_eps", "init_std", "rope_base"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    """The multiples of `of` around `value`, as text for an error: `8 or 12`."""
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
-def nearest_divisors(of: int, value: int) -> str:
-    """The divisors of `of` around `value`, as text for an error: `4 or 8`."""
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d >= value][:1]
-    return " or ".join(str(d) for d in dict.fromkeys(below + above))
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"{name}={value!r} is none of {', '.join(choices)}: did you mean {close!r}?"
-        )
 
 
 def _parse_pattern(pattern: str | Sequence[str | Sequence[str]], layers: int) -> tuple[str, ...]:
