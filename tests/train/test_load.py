@@ -1,7 +1,11 @@
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from mcore_models import ModelConfig, MoEConfig
 from mcore_train.config import TrainConfig
 from mcore_train.load import (
     config_from_tree,
@@ -11,7 +15,7 @@ from mcore_train.load import (
     recipe_names,
 )
 
-TOY = {
+TOY: dict[str, Any] = {
     "steps": 10,
     "model": {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4},
     "data": {"mock": True, "seq_length": 16},
@@ -47,6 +51,36 @@ def test_a_preset_is_a_start(tmp_path: Path) -> None:
     tree = {"steps": 1, "model": {"preset": "llama-3-8b", "num_layers": 3}, "data": {"mock": True}}
     model = config_from_tree(tree).model
     assert (model.hidden_size, model.num_layers, model.vocab_size) == (4096, 3, 128256)
+
+
+EXPERTS = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16}
+
+
+def test_parts_are_configured_below_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "toy.yaml"
+    file.write_text(yaml.safe_dump({**TOY, "model": {**TOY["model"], "moe": EXPERTS}}))
+    config = load_config(file, ["--model.moe.top_k", "3", "--model.moe.aux_loss_coefficient=1e-3"])
+    assert config.model.moe == MoEConfig(
+        num_experts=8, top_k=3, expert_ffn_size=16, aux_loss_coefficient=1e-3
+    )
+    assert config_from_tree(config_to_tree(config)) == config
+    assert load_config(file, ["--model.moe", "null"]).model.layer_pattern == ("*-", "*-")
+    for override, message in {
+        "--model.moe.topk=3": "unknown key model.moe.topk: did you mean model.moe.top_k?",
+        "--model.moe.top_k=9": "model.moe: top_k=9 exceeds num_experts=8",
+        "--model.pattern=*- *-": "model: moe is set and no layer",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load_config(file, [override])
+
+
+def test_one_field_of_a_part_of_a_preset_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(**TOY["model"], moe=MoEConfig(**EXPERTS))
+    monkeypatch.setattr("mcore_train.load.preset", {"mine": model}.__getitem__)
+    tree = {**TOY, "model": {"preset": "mine", "moe": {"top_k": 1, "normalise_top_k": False}}}
+    moe = config_from_tree(tree).model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.expert_ffn_size) == (8, 1, 16)
 
 
 @pytest.mark.parametrize(

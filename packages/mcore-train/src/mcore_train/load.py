@@ -64,7 +64,7 @@ def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
     model = tree.get("model")
     if isinstance(model, Mapping) and "preset" in model:
         base = dataclasses.asdict(preset(str(model["preset"])))
-        tree["model"] = base | {k: v for k, v in model.items() if k != "preset"}
+        tree["model"] = _merged(base, {k: v for k, v in model.items() if k != "preset"})
     tree = _checked(tree, kind, "")
     try:
         return TypeAdapter(kind).validate_python(tree)
@@ -155,6 +155,15 @@ def _floats(tree: Any) -> Any:
     return tree
 
 
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` in it; mappings on both sides are merged."""
+    merged = {**base, **changes}
+    for key in base.keys() & changes.keys():
+        if isinstance(base[key], Mapping) and isinstance(changes[key], Mapping):
+            merged[key] = _merged(base[key], changes[key])
+    return merged
+
+
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for position, key in enumerate(path[:-1]):
         inner = tree.get(key)
@@ -166,7 +175,11 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
-    """Return the tree with numbers as text where a field is text (a folder named 2024)."""
+    """Return the tree with plain values as their fields take them.
+
+    Numbers become text where a field is text (a folder named 2024), and text becomes words where a
+    field is a row of words (`pattern: "*- *-"`).
+    """
     checked: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
@@ -175,13 +188,21 @@ def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
             raise ValueError(
                 f"unknown key {place}{key}: did you mean {place}{nearest(str(key), names)}?"
             )
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(hints[key]):
-            checked[key] = _checked(value, hints[key], f"{place}{key}.")
+        if isinstance(value, Mapping) and (inner := _dataclass_in(hints[key])) is not None:
+            checked[key] = _checked(value, inner, f"{place}{key}.")
         elif isinstance(value, int | float) and _is_text(hints[key]):
             checked[key] = str(value)
+        elif isinstance(value, str) and tuple[str, ...] in typing.get_args(hints[key]):
+            checked[key] = value.split()
         else:
             checked[key] = value
     return checked
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a field holds, alone or as `Part | None`; None for other fields."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
 def _is_text(hint: Any) -> bool:
