@@ -35,6 +35,7 @@ def test_public_names():
     assert mcore_data.__all__ == [
         "BatchSampler",
         "ByteTokenizer",
+        "ChatTemplate",
         "GPTDataset",
         "GPTIndex",
         "IndexedReader",

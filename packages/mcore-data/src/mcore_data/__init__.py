@@ -1,5 +1,6 @@
 """Corpora, tokenizers, datasets and exactly resumable samplers."""
 
+from mcore_data.chat import ChatTemplate
 from mcore_data.datasets import (
     GPTDataset,
     GPTIndex,
@@ -29,6 +30,7 @@ from mcore_data.tokenizers import ByteTokenizer, Tokenizer, VocabSizes, load_tok
 __all__ = [
     "BatchSampler",
     "ByteTokenizer",
+    "ChatTemplate",
     "GPTDataset",
     "GPTIndex",
     "IndexedReader",
