@@ -49,7 +49,7 @@ def test_a_completion_has_the_end_token_but_its_text_has_not() -> None:
     )
     for token in b"cd!":
         assert request.finish_reason is None
-        request.append(token, -float(token))
+        request.append(token, -float(token), 0.0)
     done = completion(ByteTokenizer(), "ab", request)
     assert (done.prompt, done.text, done.finish_reason) == ("ab", "cd", "stop")
     assert done.token_ids == tuple(b"cd!")

@@ -4,7 +4,8 @@ import mcore_inference
 
 PUBLIC = """
 LLM Completion ContiguousCache Engine FinishReason ModelRunner Prompt Request SamplingParams
-Scheduler allowed_probabilities completion continuation greedy load_weights log_probabilities sample
+Scheduler WeightLink allowed_probabilities completion continuation draw greedy load_weights
+log_probabilities model_tensors sample
 """
 
 

@@ -9,11 +9,13 @@ from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import (
     SamplingParams,
     allowed_probabilities,
+    draw,
     greedy,
     log_probabilities,
     sample,
 )
 from mcore_inference.scheduler import Scheduler
+from mcore_inference.weights import WeightLink, model_tensors
 
 __all__ = [
     "LLM",
@@ -26,11 +28,14 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Scheduler",
+    "WeightLink",
     "allowed_probabilities",
     "completion",
     "continuation",
+    "draw",
     "greedy",
     "load_weights",
     "log_probabilities",
+    "model_tensors",
     "sample",
 ]

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
-from mcore_inference.sampling import log_probabilities, sample
+from mcore_inference.sampling import draw, log_probabilities
 from mcore_inference.scheduler import Scheduler
+from mcore_inference.weights import WeightLink
 
 
 class Engine:
@@ -43,6 +44,7 @@ class Engine:
         self._scheduler = Scheduler(max_sequences=max_sequences, max_batch_tokens=max_batch_tokens)
         self._cache = ContiguousCache()
         self._sequences: dict[Request, int] = {}
+        self.weights_version = 0
 
     def run(self, requests: Sequence[Request]) -> None:
         """Finish `requests`: fill in their tokens, log-probabilities and finish reasons.
@@ -74,6 +76,7 @@ class Engine:
                 the learned positions together with `max_tokens`.
         """
         self.check(request)
+        request.weights_version = self.weights_version
         if request.finish_reason is None:
             self._scheduler.add(request)
 
@@ -98,6 +101,22 @@ class Engine:
         self.abort(finished)
         return finished
 
+    def update_weights(self, link: WeightLink, *, version: int | None = None) -> int:
+        """Take over the weights at the other end of `link`; return their version.
+
+        All ranks of the link's group call it, or the link itself where they have no engine. The
+        version is one more than before, or the one given; requests carry it.
+
+        Raises:
+            RuntimeError: requests are under way on some rank, whose caches the old weights have
+                filled; raised on every rank, and no weight has changed.
+        """
+        under_way = self._scheduler.size
+        refusal = f"{under_way} requests are under way: finish or abort them" if under_way else None
+        link(refusal=refusal)
+        self.weights_version = self.weights_version + 1 if version is None else version
+        return self.weights_version
+
     def abort(self, requests: Iterable[Request]) -> None:
         """Drop requests and their caches, at whatever point; those not here are passed over."""
         for request in requests:
@@ -121,10 +140,12 @@ class Engine:
                     f"(largest: {peak}): check its weights"
                 )
         generated = [len(request.tokens) for request in running]
-        chosen = sample(logits[:, : self.vocab_size], [r.params for r in running], generated)
-        logprobs = log_probabilities(logits, chosen).tolist()
-        for request, token, logprob in zip(running, chosen.tolist(), logprobs, strict=True):
-            request.append(token, logprob)
+        known = logits[:, : self.vocab_size]
+        chosen, drawn = draw(known, [request.params for request in running], generated)
+        raw = log_probabilities(logits, chosen)
+        columns = (chosen.tolist(), raw.tolist(), drawn.tolist())
+        for request, token, logprob, sampling in zip(running, *columns, strict=True):
+            request.append(token, logprob, sampling)
 
     def check(self, request: Request) -> None:
         """Raise the ValueError that `add` would."""

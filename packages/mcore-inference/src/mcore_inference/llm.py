@@ -16,6 +16,7 @@ from mcore_inference.output import completion
 from mcore_inference.request import Completion, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.weights import WeightLink, model_tensors
 from mcore_kernels import KernelConfig
 from mcore_models import GPT, ModelConfig, build_model
 from mcore_parallel import Group, LayoutTensor, ParallelMesh, broadcast_object
@@ -136,6 +137,14 @@ class LLM:
             for text, request in zip(texts, requests, strict=True)
         ]
 
+    def update_weights(self, link: WeightLink, *, version: int | None = None) -> int:
+        """Take over the weights at the other end of `link`, in place; see `Engine.update_weights`.
+
+        link = WeightLink(model_tensors(trained), llm.model, group)  # planned once
+        llm.update_weights(link)  # as often as the trained model has changed
+        """
+        return self.engine.update_weights(link, version=version)
+
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         tokenizer = self.tokenizer
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -153,10 +162,9 @@ def load_weights(model: GPT, checkpoint: str | Path) -> None:
         ValueError: its tensors do not fit the model, by name and shape.
         mcore_ckpt.CheckpointError: it is damaged.
     """
-    specs = model.specs()
     tensors = {
-        name: LayoutTensor(parameter.data, specs[name].layout.renamed(_stored_name))
-        for name, parameter in model.named_parameters()
+        name: LayoutTensor(x.tensor, x.layout.renamed(_stored_name))
+        for name, x in model_tensors(model).items()
     }
     mcore_ckpt.load(checkpoint, tensors, model.mesh.world, prefixes=("model/",))
 

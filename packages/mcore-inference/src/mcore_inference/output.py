@@ -34,5 +34,7 @@ def completion(tokenizer: Tokenizer, prompt: str, request: Request) -> Completio
         prompt_token_ids=request.prompt,
         token_ids=tuple(request.tokens),
         logprobs=tuple(request.logprobs),
+        sampling_logprobs=tuple(request.sampling_logprobs),
+        weights_version=request.weights_version,
         finish_reason=request.finish_reason,
     )

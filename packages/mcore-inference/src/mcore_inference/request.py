@@ -17,7 +17,9 @@ class Request:
     `end_ids` are the tokens that end a text of this tokenizer. `tokens` are those generated, the
     one that ended the text included, and `logprobs` their log-probabilities under the model itself
     (before temperature and cut-offs): what a learner needs who also learns where to stop.
-    `finish_reason` is None until the request is finished.
+    `sampling_logprobs` are those under the distribution that the tokens were drawn from.
+    `weights_version` is that of the engine's weights. `finish_reason` is None until the request is
+    finished.
     """
 
     prompt: tuple[int, ...]
@@ -25,6 +27,8 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    weights_version: int = 0
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -47,10 +51,11 @@ class Request:
             return [*self.prompt[start:], *self.tokens]
         return self.tokens[start - len(self.prompt) :]
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
         """Take the next token, and finish if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.sampling_logprobs.append(sampling_logprob)
         ends = token in self.end_ids and not self.params.ignore_eos
         if ends or token in self.params.stop_token_ids:
             self.finish_reason = "stop"
@@ -74,6 +79,9 @@ class Completion:
         token_ids: the tokens generated, the one that ended the text included.
         logprobs: natural log-probability of each of `token_ids` under the model itself, before
             temperature and cut-offs.
+        sampling_logprobs: that of each of `token_ids` under the distribution it was drawn from,
+            after temperature and cut-offs; 0 at temperature 0.
+        weights_version: of the weights that all of it was generated with, see `LLM.update_weights`.
         finish_reason: "stop" at an end or stop token, "length" at `max_tokens`.
     """
 
@@ -82,4 +90,6 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...]
+    weights_version: int
     finish_reason: FinishReason

@@ -60,24 +60,39 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Return the next token [N] int64 of each row of logits [N, V].
+    """Return the next token [N] int64 of each row of logits [N, V]; arguments as in `draw`."""
+    return draw(logits, params, positions)[0]
+
+
+def draw(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the next token of each row of logits, and how probable the draw was.
 
     Args:
         logits: [N, V], real vocabulary only.
         params: one per row.
         positions: the number of tokens generated before by each row.
+
+    Returns:
+        The tokens [N] int64, and ln p [N] float32 of each in the distribution that it was drawn
+        from (`allowed_probabilities`): 0 where temperature 0 leaves no choice.
     """
     chosen = greedy(logits)
+    certainty = torch.zeros(len(chosen), dtype=torch.float32, device=logits.device)
     rows = [row for row, param in enumerate(params) if param.temperature > 0]
     if rows:
         picked = [params[row] for row in rows]
-        total = allowed_probabilities(logits[rows], picked).cumsum(-1)
+        allowed = allowed_probabilities(logits[rows], picked)
+        total = allowed.cumsum(-1)
         u = [_uniform(params[row].seed, positions[row]) for row in rows]
         target = torch.tensor(u, dtype=total.dtype, device=total.device)[:, None] * total[:, -1:]
         # The largest u, 1 - 2^-53, times any number rounds to less than that number: so the first
         # sum beyond the target exists, and belongs to a token that adds to it.
-        chosen[rows] = torch.searchsorted(total, target, right=True)[:, 0]
-    return chosen
+        drawn = torch.searchsorted(total, target, right=True)
+        chosen[rows] = drawn[:, 0]
+        certainty[rows] = allowed.gather(-1, drawn)[:, 0].log().float()
+    return chosen, certainty
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -29,6 +29,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
+    @property
+    def size(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self.waiting) + len(self.running)
+
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
         self.waiting.append(request)
