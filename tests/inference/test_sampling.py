@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_inference import (
     SamplingParams,
     allowed_probabilities,
+    draw,
     greedy,
     log_probabilities,
     sample,
@@ -106,6 +107,25 @@ def test_top_p_is_reached_by_a_sum_that_rounding_leaves_short() -> None:
         assert math.log(row[0]) == pytest.approx(-0.470004, abs=1e-5)
     raw = log_probabilities(logits[None], torch.tensor([0]))
     assert raw.item() == pytest.approx(-0.693147, abs=1e-6)
+
+
+def test_a_draw_says_how_probable_it_was() -> None:
+    """U55: ln of the probability drawn with, after the cuts; the raw one stands beside it."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(200, -1)
+    params = [SamplingParams(temperature=1.0, top_p=0.8, seed=seed) for seed in range(200)]
+    tokens, drawn = draw(logits, params, [0] * 200)
+    raw = log_probabilities(logits, tokens)
+    assert set(tokens.tolist()) == {0, 1}
+    for token, p in ((0, 0.5), (1, 0.3)):
+        rows = tokens == token
+        torch.testing.assert_close(drawn[rows], torch.full((int(rows.sum()),), math.log(p / 0.8)))
+        torch.testing.assert_close(raw[rows], torch.full((int(rows.sum()),), math.log(p)))
+    assert math.log(0.5) == pytest.approx(-0.693147, abs=1e-6)
+    assert math.log(0.5 / 0.8) == pytest.approx(-0.470004, abs=1e-6)
+    mixed = [SamplingParams(temperature=t, seed=1) for t in (0.0, 2.0)]
+    tokens, drawn = draw(logits[:2], mixed, [0, 0])
+    warm = (logits[1] / 2).log_softmax(-1)[tokens[1]]
+    torch.testing.assert_close(drawn, torch.stack([torch.zeros(()), warm]))
 
 
 @pytest.mark.parametrize(
