@@ -24,7 +24,8 @@ def test_choices_and_digest() -> None:
 def test_it_prints_as_what_it_is() -> None:
     assert repr(Kernels()) == (
         "Kernels(cpu float32: linear=reference, rms_norm=eager, layer_norm=reference, "
-        "swiglu=reference, gelu=reference, rope=reference, attention=sdpa, cross_entropy=eager)"
+        "swiglu=reference, gelu=reference, rope=reference, attention=sdpa, cross_entropy=eager, "
+        "causal_conv1d=reference, ssd_scan=chunked)"
     )
 
 

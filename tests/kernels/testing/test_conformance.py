@@ -8,10 +8,12 @@ import torch.nn.functional as F
 
 from mcore_kernels import Implementation, Target, resolve
 from mcore_kernels.ops.attention.reference import ReferenceAttention
+from mcore_kernels.ops.causal_conv1d.reference import causal_conv1d
 from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
 from mcore_kernels.ops.linear.reference import ReferenceLinear
+from mcore_kernels.ops.ssd_scan.chunked import ssd_scan
 from mcore_kernels.testing import assert_matches_reference, cases, runnable
-from mcore_kernels.testing.cases import scattered
+from mcore_kernels.testing.case import scattered
 from mcore_kernels.testing.compare import assert_close
 
 CUDA = Target(device_type="cuda", arch=(9, 0))
@@ -35,9 +37,10 @@ def test_on_cuda(op: str, implementation: str) -> None:
 
 def test_what_is_covered() -> None:
     """Every operator meets odd sizes, nothing, tensors in pieces, NaN and large values."""
-    for op in ("linear", "rms_norm", "layer_norm", "swiglu", "gelu", "cross_entropy"):
+    packed = ("causal_conv1d", "ssd_scan")
+    for op in ("linear", "rms_norm", "layer_norm", "swiglu", "gelu", "cross_entropy", *packed):
         names = " | ".join(case.name for case in cases(op))
-        for kind in ("NaN", "scattered", "large", "no tokens|no rows"):
+        for kind in ("NaN", "scattered", "large", "no tokens|no rows|no document"):
             assert any(word in names for word in kind.split("|")), (op, kind)
 
 
@@ -119,6 +122,25 @@ class _ForgetsSmoothing(ReferenceVocabLoss):
         super().backward(*arguments, on_target=on_target, on_all=0.0, out=out)
 
 
+def _one_document(x, weight, bias=None, *, cu_seqlens, uniform=None, **rest):  # type: ignore[no-untyped-def]
+    """Sees the end of the document before."""
+    y, states = causal_conv1d(x, weight, bias, cu_seqlens=cu_seqlens, uniform=uniform, **rest)
+    if uniform is None and x.shape[0] and rest.get("initial_states") is None:
+        y, _ = causal_conv1d(x, weight, bias, cu_seqlens=cu_seqlens[[0, -1]], uniform=None, **rest)
+    return y, states
+
+
+def _no_state_gradient(*arguments, initial_states=None, **rest):  # type: ignore[no-untyped-def]
+    fixed = None if initial_states is None else initial_states.detach()
+    return ssd_scan(*arguments, initial_states=fixed, **rest)
+
+
+def _limits_before_softplus(*arguments, dt_limits=(0.0, float("inf")), **rest):  # type: ignore[no-untyped-def]
+    if dt_limits[0] > 0:
+        rest["dt"] = rest["dt"].clamp(*dt_limits)
+    return ssd_scan(*arguments, **rest)
+
+
 def _fault(op: str, fn: object) -> Implementation:
     return Implementation(op=op, name="fault", fn=fn)
 
@@ -132,6 +154,9 @@ NO_GRADIENT = _fault("swiglu", _no_gradient_of_up)
 ROUNDS_GRADIENT = _fault("linear", _Rounds())
 LOCAL_DELTA = _fault("attention", _LocalDelta())
 TOP_LEFT = _fault("attention", _TopLeft())
+ONE_DOCUMENT = _fault("causal_conv1d", _one_document)
+NO_STATE_GRADIENT = _fault("ssd_scan", _no_state_gradient)
+EARLY_LIMITS = _fault("ssd_scan", _limits_before_softplus)
 NO_SMOOTHING = _fault("cross_entropy", _ForgetsSmoothing())
 
 
@@ -148,6 +173,9 @@ NO_SMOOTHING = _fault("cross_entropy", _ForgetsSmoothing())
         ("LOCAL_DELTA", "uniform: backward: dq"),
         ("TOP_LEFT", "prefill behind a cache"),
         ("NO_SMOOTHING", "smoothing: gradient"),
+        ("ONE_DOCUMENT", "in float64: ragged: result 0"),
+        ("NO_STATE_GRADIENT", "uniform: gradient of initial_states"),
+        ("EARLY_LIMITS", "limits: result 0"),
     ],
 )
 def test_a_planted_fault_is_found(fault: str, message: str) -> None:

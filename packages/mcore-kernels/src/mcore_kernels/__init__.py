@@ -7,11 +7,13 @@ from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.rope.angles import rope_cos_sin
 from mcore_kernels.protocols import (
     AttentionOp,
+    CausalConv1dOp,
     GeluOp,
     LayerNormOp,
     LinearOp,
     RmsNormOp,
     RopeOp,
+    SsdScanOp,
     SwigluOp,
     VocabLossOp,
     accumulation_dtype,
@@ -22,6 +24,7 @@ from mcore_kernels.target import Target
 __all__ = [
     "OPERATORS",
     "AttentionOp",
+    "CausalConv1dOp",
     "GeluOp",
     "Implementation",
     "KernelConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "RmsNormOp",
     "RopeOp",
     "Row",
+    "SsdScanOp",
     "SwigluOp",
     "Target",
     "VocabLossOp",

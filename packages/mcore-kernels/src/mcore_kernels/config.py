@@ -29,6 +29,8 @@ class KernelConfig:
     rope: str = AUTO
     attention: str = AUTO
     cross_entropy: str = AUTO
+    causal_conv1d: str = AUTO
+    ssd_scan: str = AUTO
 
     def __post_init__(self) -> None:
         for field in fields(self):

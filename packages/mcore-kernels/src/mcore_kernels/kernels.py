@@ -10,11 +10,13 @@ from typing import cast
 from mcore_kernels.config import KernelConfig
 from mcore_kernels.protocols import (
     AttentionOp,
+    CausalConv1dOp,
     GeluOp,
     LayerNormOp,
     LinearOp,
     RmsNormOp,
     RopeOp,
+    SsdScanOp,
     SwigluOp,
     VocabLossOp,
 )
@@ -43,6 +45,8 @@ class Kernels:
     rope: RopeOp = field(init=False, compare=False)
     attention: AttentionOp = field(init=False, compare=False)
     cross_entropy: VocabLossOp = field(init=False, compare=False)
+    causal_conv1d: CausalConv1dOp = field(init=False, compare=False)
+    ssd_scan: SsdScanOp = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         for one in fields(KernelConfig):

@@ -6,12 +6,14 @@ from types import MappingProxyType
 from mcore_kernels.implementation import Operator
 from mcore_kernels.ops import (
     attention,
+    causal_conv1d,
     cross_entropy,
     gelu,
     layer_norm,
     linear,
     rms_norm,
     rope,
+    ssd_scan,
     swiglu,
 )
 
@@ -27,6 +29,8 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             rope.OPERATOR,
             attention.OPERATOR,
             cross_entropy.OPERATOR,
+            causal_conv1d.OPERATOR,
+            ssd_scan.OPERATOR,
         )
     }
 )

@@ -6,36 +6,13 @@ Odd sizes, large values, nothing at all, tensors that do not lie in one piece, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Make = Callable[..., Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Arguments of one call.
-
-    Attributes:
-        name: what is special about it.
-        arguments: by parameter name; float tensors are float64 and get cast to the dtype tested.
-        grads: names of the arguments whose gradients are compared.
-        fixed: names of the float tensors that stay float32 whatever the dtype tested.
-        slack: how many times the usual tolerance is granted.
-        floor: size of the numbers that cancel in the results, so that rounding shows.
-        expanded: the gradient of the output is one number expanded, as `sum().backward()` gives.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    grads: tuple[str, ...]
-    fixed: tuple[str, ...] = ()
-    slack: float = 1.0
-    floor: float = 0.0
-    expanded: bool = False
+from mcore_kernels.testing import state_space
+from mcore_kernels.testing.case import Case, Make, ends, scattered, slice_of_rows, with_nan
 
 
 def cases(op: str, *, seed: int = 0) -> list[Case]:
@@ -46,28 +23,6 @@ def cases(op: str, *, seed: int = 0) -> list[Case]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
 
     return list(_CASES[op](make))
-
-
-def scattered(x: Tensor) -> Tensor:
-    """Equal to x, but neither its rows nor its columns are neighbours in memory."""
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
-    view = wide[..., 1::2]
-    view.copy_(x)
-    return view
-
-
-def slice_of_rows(x: Tensor) -> Tensor:
-    """Equal to x, a slice of the columns of a wider tensor."""
-    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
-    view = wide[..., 1:-2]
-    view.copy_(x)
-    return view
-
-
-def _with_nan(x: Tensor) -> Tensor:
-    x = x.clone()
-    x.view(-1)[x.numel() // 2] = torch.nan
-    return x
 
 
 def _linear(make: Make) -> Iterator[Case]:
@@ -88,7 +43,7 @@ def _linear(make: Make) -> Iterator[Case]:
     yield case("scattered", scattered(make(13, 7)), 11)
     yield case("expanded gradient", make(13, 7), 11, expanded=True)
     yield case("large values", make(9, 33, scale=1e3), 5)
-    yield case("NaN", _with_nan(make(9, 33)), 5)
+    yield case("NaN", with_nan(make(9, 33)), 5)
 
 
 def _norm_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
@@ -106,7 +61,7 @@ def _norm_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     yield "large values", make(5, 37, scale=1e3), {}
     yield "small values", make(5, 37, scale=1e-3), {}
     yield "wide rows", make(3, 1100), {}
-    yield "NaN", _with_nan(make(5, 37)), {}
+    yield "NaN", with_nan(make(5, 37)), {}
 
 
 def _rms_norm(make: Make) -> Iterator[Case]:
@@ -147,7 +102,7 @@ def _elementwise_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any
     yield "expanded gradient", make(5, 22), {"expanded": True}
     yield "large values", make(5, 22, scale=100.0), {}
     yield "wide rows", make(3, 2 * 1100), {}
-    yield "NaN", _with_nan(make(5, 22)), {}
+    yield "NaN", with_nan(make(5, 22)), {}
 
 
 def _swiglu(make: Make) -> Iterator[Case]:
@@ -185,7 +140,7 @@ def _rope(make: Make) -> Iterator[Case]:
     qkv = make(6, 4, 8)
     yield from case("parts of one tensor", qkv[:, :3], qkv[:, 3:], 8)
     yield from case("expanded gradient", make(5, 2, 8), make(5, 1, 8), 4, expanded=True)
-    yield from case("NaN", _with_nan(make(5, 2, 8)), make(5, 2, 8), 6)
+    yield from case("NaN", with_nan(make(5, 2, 8)), make(5, 2, 8), 6)
 
 
 def _attention(make: Make) -> Iterator[Case]:
@@ -210,8 +165,8 @@ def _attention(make: Make) -> Iterator[Case]:
                 "q": change(make(rows_q, heads[0], sizes[0], scale=scale)),
                 "k": change(make(rows_k, heads[1], sizes[0])),
                 "v": change(make(rows_k, heads[1], sizes[1])),
-                "cu_seqlens_q": _ends(lengths_q),
-                "cu_seqlens_k": _ends(lengths_k),
+                "cu_seqlens_q": ends(lengths_q),
+                "cu_seqlens_k": ends(lengths_k),
                 "max_seqlen_q": max(lengths_q, default=0),
                 "max_seqlen_k": max(lengths_k, default=0),
                 **(arguments or {}),
@@ -253,13 +208,9 @@ def _attention(make: Make) -> Iterator[Case]:
     nan = case("NaN", [6])
     yield Case(
         name="NaN",
-        arguments={**nan.arguments, "q": _with_nan(nan.arguments["q"])},
+        arguments={**nan.arguments, "q": with_nan(nan.arguments["q"])},
         grads=(),
     )
-
-
-def _ends(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def _cross_entropy(make: Make) -> Iterator[Case]:
@@ -289,7 +240,7 @@ def _cross_entropy(make: Make) -> Iterator[Case]:
     masked = make(9, 31)
     masked[:, 5] = -torch.inf
     yield case("a class ruled out", masked, [16])
-    yield case("NaN", _with_nan(make(9, 31)), [16])
+    yield case("NaN", with_nan(make(9, 31)), [16])
 
 
 _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
@@ -301,4 +252,6 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "rope": _rope,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
+    "causal_conv1d": state_space.causal_conv1d,
+    "ssd_scan": state_space.ssd_scan,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_kernels.protocols import accumulation_dtype
 from mcore_kernels.testing import spec
-from mcore_kernels.testing.cases import Case
+from mcore_kernels.testing.case import Case
 from mcore_kernels.testing.compare import assert_close
 
 

@@ -7,6 +7,7 @@ references too) are compared with. Shapes as in `mcore_kernels.protocols`.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -111,3 +112,70 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, on_target: float, on_all: f
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     loss = -on_target * log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
     return loss - on_all * log_p.sum(-1) if on_all else loss  # 0 · inf is NaN
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor,
+    initial_states: Tensor | None = None,
+    silu: bool = False,
+    **hints: object,
+) -> tuple[Tensor, Tensor]:
+    """Row by row: the sum over the taps, of the history and the document in one list."""
+    channels, width = weight.shape
+    out = [x[row] * 0 for row in range(x.shape[0])]
+    states = []
+    for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        if initial_states is None:
+            history = [x.new_zeros(channels)] * (width - 1)
+        else:
+            history = list(initial_states[n])
+        rows = history + [x[row] for row in range(start, stop)]
+        for t in range(stop - start):
+            y = sum((rows[t + k] * weight[:, k] for k in range(width)), x.new_zeros(channels))
+            y = y if bias is None else y + bias
+            out[start + t] = y * torch.sigmoid(y) if silu else y
+        last = rows[len(rows) - width + 1 :]
+        states.append(torch.stack(last) if last else x.new_zeros(0, channels))
+    nothing = x.new_zeros(0, width - 1, channels)
+    return torch.stack(out) if out else x, torch.stack(states) if states else nothing
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    d: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_limits: tuple[float, float] = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    **hints: object,
+) -> tuple[Tensor, Tensor]:
+    """Document by document, token by token: the recurrence of the paper."""
+    heads, size = x.shape[1:]
+    of_head = [head // (heads // b.shape[1]) for head in range(heads)]
+    step = torch.logaddexp(dt if dt_bias is None else dt + dt_bias, dt.new_zeros(()))
+    step = step.clamp(*dt_limits)
+    out = [x[row] * 0 for row in range(x.shape[0])]
+    states = []
+    for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = x.new_zeros(heads, size, b.shape[2])
+        if initial_states is not None:
+            state = initial_states[n]
+        for t in range(start, stop):
+            kept = torch.exp(-torch.exp(a_log) * step[t])
+            new = torch.einsum("h,hp,hs->hps", step[t], x[t], b[t][of_head])
+            state = kept[:, None, None] * state + new
+            out[t] = torch.einsum("hps,hs->hp", state, c[t][of_head])
+            if d is not None:
+                out[t] = out[t] + d[:, None] * x[t]
+        states.append(state)
+    nothing = x.new_zeros(0, heads, size, b.shape[2])
+    return torch.stack(out) if out else x, torch.stack(states) if states else nothing
