@@ -4,6 +4,7 @@ import pytest
 
 from mcore_models import (
     ModelConfig,
+    MoEConfig,
     build_model,
     count_parameters,
     flops_of_documents,
@@ -17,6 +18,8 @@ from mcore_models import (
 LLAMA = llama(vocab_size=37, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2)
 GPT2 = gpt2(vocab_size=37, hidden_size=24, num_layers=2, num_heads=4, max_positions=11)
 
+MOE = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
+
 
 @pytest.mark.parametrize(
     "config",
@@ -27,6 +30,8 @@ GPT2 = gpt2(vocab_size=37, hidden_size=24, num_layers=2, num_heads=4, max_positi
         replace(LLAMA, pattern=("*.", ".-", "*-")),
         replace(GPT2, tied_embeddings=False, position="none", ffn_size=17, norm="rms_norm"),
         replace(LLAMA, activation="gelu", norm="layer_norm", position="learned"),
+        replace(LLAMA, moe=MOE),
+        replace(GPT2, moe=MOE, pattern=("*-", ".E")),
     ],
 )
 def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
@@ -42,6 +47,17 @@ def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
     )
     head_of_tied = config.vocab_size * config.hidden_size * config.tied_embeddings
     assert count.matmul == linear + head_of_tied
+    idle = {n: size * 4 // 6 for n, size in sizes.items() if ".experts." in n}
+    assert count.active == count.total - sum(idle.values())
+    weights = sum(size for name, size in idle.items() if name.endswith("weight"))
+    assert count.active_matmul == count.matmul - weights
+
+
+def test_a_token_pays_for_the_experts_it_chooses() -> None:
+    moe, dense = replace(LLAMA, moe=MOE), replace(LLAMA, ffn_size=2 * 20)
+    router = 6 * 3 * 6 * 24  # 6 FLOPs for each weight of three routers
+    assert flops_per_token(moe, 64) == flops_per_token(dense, 64) + router
+    assert flops_of_documents(moe, [64]) == 64 * flops_per_token(moe, 64)
 
 
 def test_letters_of_builders_are_not_counted_in_silence() -> None:

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from mcore_kernels import KernelConfig
-from mcore_models import BuildContext, ModelConfig, build_model, check_layout, gpt2, llama
+from mcore_models import (
+    BuildContext,
+    ModelConfig,
+    MoEConfig,
+    build_model,
+    check_layout,
+    gpt2,
+    llama,
+)
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey
 
 LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
@@ -126,6 +134,22 @@ def test_layouts_that_cannot_carry_the_model(
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+def test_experts_are_cut_over_the_expert_view() -> None:
+    experts = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
+    config = replace(LLAMA, moe=experts)
+    check_layout(config, ParallelConfig(ep=3, etp=5))
+    check_layout(config, ParallelConfig(tp=4, ep=6))
+    for parallel, words in {
+        ParallelConfig(ep=4): "num_experts=6 cannot be dealt out over ep=4: use ep=3 or 6",
+        ParallelConfig(ep=2, etp=3): "expert_ffn_size=20 cannot be cut over etp=3: use etp=2 or 4",
+        ParallelConfig(tp=4, etp=8): "expert_ffn_size=20 cannot be cut over etp=8: use etp=5 or 10",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            check_layout(config, parallel)
+    with pytest.raises(ValueError, match="ep=2 divides experts, and there are none here: use ep=1"):
+        check_layout(LLAMA, ParallelConfig(ep=2))
 
 
 def test_layouts_look_at_what_the_pattern_has() -> None:

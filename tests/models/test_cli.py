@@ -16,6 +16,13 @@ def test_one_preset_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     assert "per token of 8192" in out
 
 
+def test_what_a_token_uses_of_a_mixture_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "mixtral-8x7b"]) == 0
+    out = capsys.readouterr().out
+    assert "12,879,925,248" in out
+    assert ["moe.num_experts", "8"] in [line.split() for line in out.splitlines()]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -9,6 +9,7 @@ from mcore_models.accounting import (
 )
 from mcore_models.build import build_model, check_layout
 from mcore_models.common import (
+    AuxiliaryLosses,
     BuildContext,
     Builder,
     GlobalCounts,
@@ -23,6 +24,7 @@ from mcore_models.presets import gpt2, llama, preset, preset_names
 
 __all__ = [
     "GPT",
+    "AuxiliaryLosses",
     "BuildContext",
     "Builder",
     "GlobalCounts",

@@ -14,12 +14,15 @@ class ParameterCount:
     """Parameters of the whole model by where they are; tied embeddings count once.
 
     `matmul` are the weights of all matrix products, the head included (also when it is tied);
-    `embedding` the token and position tables; `total` every parameter.
+    `embedding` the token and position tables; `total` every parameter. `active` and
+    `active_matmul` leave out the experts that a token does not choose.
     """
 
     total: int
     embedding: int
     matmul: int
+    active: int
+    active_matmul: int
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
@@ -31,35 +34,44 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     norm = hidden * (2 if config.norm == "layer_norm" else 1)
-    matmul, other = 0, norm
+    matmul, other, idle, idle_biases = 0, norm, 0, 0
     for letters in config.layer_pattern:
         for letter in letters.replace(NO_PART, ""):
             weights, biases = _part_parameters(config, letter)
             matmul += weights
             other += norm + biases
+            weights, biases = _idle_parameters(config, letter)
+            idle += weights
+            idle_biases += biases
     tables = vocab * hidden
     if config.position == "learned":
         tables += config.max_positions * hidden
     head = vocab * hidden
     total = matmul + other + tables + (0 if config.tied_embeddings else head)
-    return ParameterCount(total=total, embedding=tables, matmul=matmul + head)
+    return ParameterCount(
+        total=total,
+        embedding=tables,
+        matmul=matmul + head,
+        active=total - idle - idle_biases,
+        active_matmul=matmul + head - idle,
+    )
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Floating-point operations of one training step per token (forward and backward).
 
-    6 · matmul parameters (2 forward, 4 backward for each weight) plus causal attention once: a
-    query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
+    6 · active matmul parameters (2 forward, 4 backward for each weight) plus causal attention once:
+    a query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
     forward and twice that backward: 6 · seq_length · heads · head size per attention layer.
     Recomputation, norms, activations and the embedding lookup are not counted.
     """
-    return 6.0 * count_parameters(config).matmul + seq_length * _attention_flops(config)
+    return 6.0 * count_parameters(config).active_matmul + seq_length * _attention_flops(config)
 
 
 def flops_of_documents(config: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations of a training step over packed documents of these lengths."""
     tokens, pairs = sum(lengths), sum(length * length for length in lengths)
-    return 6.0 * count_parameters(config).matmul * tokens + pairs * _attention_flops(config)
+    return 6.0 * count_parameters(config).active_matmul * tokens + pairs * _attention_flops(config)
 
 
 def flops_utilization(
@@ -86,9 +98,26 @@ def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
         biases = qkv * config.qkv_bias + hidden * config.linear_bias
         return hidden * (qkv + inner), biases
     if letter == "-":
-        wide = config.mlp_size * (2 if config.activation == "swiglu" else 1)
-        return hidden * (wide + config.mlp_size), (wide + hidden) * config.linear_bias
+        return _mlp_parameters(config, config.mlp_size)
+    if letter == "E" and config.moe is not None:
+        weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
+        experts = config.moe.num_experts
+        return experts * (weights + hidden), experts * biases
     raise ValueError(
         f"the pattern letter {letter!r} is made by a builder, so its parameters are not known: "
-        f"build the model on device 'meta' and count there; counted here are '*' and '-'"
+        f"build the model on device 'meta' and count there; counted here are '*', '-' and 'E'"
     )
+
+
+def _idle_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
+    """Weights and biases of one part that a token does not use."""
+    if letter != "E" or config.moe is None:
+        return 0, 0
+    idle = config.moe.num_experts - config.moe.top_k
+    weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
+    return idle * weights, idle * biases
+
+
+def _mlp_parameters(config: ModelConfig, width: int) -> tuple[int, int]:
+    wide = width * (2 if config.activation == "swiglu" else 1)
+    return config.hidden_size * (wide + width), (wide + config.hidden_size) * config.linear_bias

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
+from mcore_models._checks import nearest_divisors
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
@@ -85,14 +86,13 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the architecture can be cut as `parallel` (resolved) says.
 
     Raises:
-        ValueError: one line naming the numbers and the degrees of tensor parallelism that fit.
+        ValueError: one line naming the numbers and the degrees of parallelism that fit.
     """
     tp, cp = parallel.tp, parallel.cp
-    if parallel.ep > 1:
-        raise ValueError(f"ep={parallel.ep} divides experts, and there are none here: use ep=1")
+    letters = set("".join(config.layer_pattern))
+    _check_experts(config, parallel)
     if cp > 1:
         raise ValueError(f"attention cannot split documents over cp={cp} ranks: use cp=1")
-    letters = set("".join(config.layer_pattern))
     counts: dict[str, tuple[int, Callable[[int, int], bool]]] = {}
     if "*" in letters:
         counts["num_heads"] = config.num_heads, _divides
@@ -110,6 +110,21 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         near = f"{below}" if above is None else f"{below} or {above}"
         raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
     layers_of_stages(config.num_layers, parallel.pp, parallel.stage_layers)
+
+
+def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:
+    ep, etp = parallel.ep, parallel.tp if parallel.etp is None else parallel.etp
+    if config.moe is None:
+        if ep > 1:
+            raise ValueError(f"ep={ep} divides experts, and there are none here: use ep=1")
+        return
+    experts, width = config.moe.num_experts, config.moe.expert_ffn_size
+    if experts % ep:
+        near = nearest_divisors(experts, ep)
+        raise ValueError(f"num_experts={experts} cannot be dealt out over ep={ep}: use ep={near}")
+    if width % etp:
+        near = nearest_divisors(width, etp)
+        raise ValueError(f"expert_ffn_size={width} cannot be cut over etp={etp}: use etp={near}")
 
 
 def _divides(degree: int, count: int) -> bool:

@@ -49,11 +49,16 @@ def _show(name: str, seq_length: int | None) -> int:
     if length < 1:
         raise ValueError(f"--seq-length={length} must be at least 1")
     for field, value in asdict(config).items():
-        if value is not None:
-            print(f"{field:<20}{value}")
+        if isinstance(value, dict):
+            for part, inner in value.items():
+                print(f"{field + '.' + part:<26}{inner}")
+        elif value is not None:
+            print(f"{field:<26}{value}")
     count = count_parameters(config)
-    print(f"{'parameters':<20}{count.total:,}")
-    print(f"{'  in embeddings':<20}{count.embedding:,}")
-    print(f"{'  in matmuls':<20}{count.matmul:,}")
-    print(f"{'training FLOPs':<20}{flops_per_token(config, length):.4g} per token of {length}")
+    print(f"{'parameters':<26}{count.total:,}")
+    print(f"{'  in embeddings':<26}{count.embedding:,}")
+    print(f"{'  in matmuls':<26}{count.matmul:,}")
+    if count.active != count.total:
+        print(f"{'  used by a token':<26}{count.active:,}")
+    print(f"{'training FLOPs':<26}{flops_per_token(config, length):.4g} per token of {length}")
     return 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from mcore_kernels import rope_cos_sin
+from mcore_models.common.auxiliary import AuxiliaryLosses
 from mcore_models.common.batch import (
     GlobalCounts,
     KVCache,
@@ -20,6 +21,7 @@ from mcore_models.common.batch import (
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.moe import BALANCE_LOSS
 from mcore_models.common.norm import build_norm
 from mcore_models.config import ModelConfig
 from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
@@ -85,6 +87,7 @@ class GPT(nn.Module):
         rng: RngKey | None = None,
         cache: KVCache | None = None,
         logits_at: Tensor | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ) -> Tensor:
         """Run this stage: the first one from `batch.tokens`, later ones from `hidden` [t, H].
 
@@ -98,6 +101,8 @@ class GPT(nn.Module):
             rng: key of this step's dropout; the same on all ranks.
             cache: earlier keys and values; the batch then holds new tokens only.
             logits_at: [R] int64, the tokens whose logits are wanted (last stage; default all).
+            auxiliary: takes the losses of this stage's layers, in training mode; see
+                `auxiliary_losses`. Without it there are none.
 
         Raises:
             ValueError: hidden states given to the first stage or missing on a later one; dropout
@@ -105,7 +110,7 @@ class GPT(nn.Module):
                 sequence parallelism cannot cut.
         """
         self._check_call(batch, hidden)
-        context = self._context(batch, rng, cache)
+        context = self._context(batch, rng, cache, auxiliary)
         if self.is_first:
             hidden = self._embed(context)
         assert hidden is not None
@@ -131,6 +136,7 @@ class GPT(nn.Module):
         *,
         counts: GlobalCounts,
         rng: RngKey | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ) -> Tensor:
         """This micro-batch's share of the loss: sum of valid tokens' cross-entropy / counts.tokens.
 
@@ -138,12 +144,17 @@ class GPT(nn.Module):
         all micro-batches and data-parallel ranks add up to the mean over the global batch, and so
         do their gradients. Without a loss mask all tokens are valid.
 
+        In training mode the layers' auxiliary losses are part of the gradient, not of the value;
+        `auxiliary` collects theirs (see `auxiliary_losses`).
+
         Raises:
             ValueError: when the batch has no labels, and what `stage_forward` raises.
         """
         if batch.labels is None:
             raise ValueError("the loss needs labels, and the batch has none")
-        logits = self.stage_forward(batch, hidden, rng=rng)
+        if auxiliary is None:
+            auxiliary = self.auxiliary_losses(counts)
+        logits = self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
         losses = vocab_parallel_cross_entropy(
             logits,
             batch.labels,
@@ -155,6 +166,16 @@ class GPT(nn.Module):
             # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
             losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
         return counts.mean(losses.sum())
+
+    def auxiliary_losses(self, counts: GlobalCounts) -> AuxiliaryLosses:
+        """A collector of the losses that the model's layers add to the gradient.
+
+        Pass one to every `stage_forward` and `loss` of a step, on every pipeline stage. Its names
+        are those of the whole model, the same on every rank.
+        """
+        moe = self.config.moe
+        balanced = moe is not None and moe.aux_loss_coefficient > 0
+        return AuxiliaryLosses(counts, (BALANCE_LOSS,) if balanced else ())
 
     def specs(self) -> dict[str, ParamSpec]:
         """Layout, initial values and gradient synchronisation of every parameter here, by name.
@@ -183,7 +204,11 @@ class GPT(nn.Module):
         return hidden
 
     def _context(
-        self, batch: TokenBatch, rng: RngKey | None, cache: KVCache | None
+        self,
+        batch: TokenBatch,
+        rng: RngKey | None,
+        cache: KVCache | None,
+        auxiliary: AuxiliaryLosses | None,
     ) -> TokenContext:
         config = self.config
         rotary, dropout = None, None
@@ -198,7 +223,13 @@ class GPT(nn.Module):
                 )
             rows = self._local(batch.rows)
             dropout = ResidualDropout(probability=config.dropout, key=rng, rows=rows)
-        return TokenContext(batch=batch, rotary=rotary, cache=cache, dropout=dropout)
+        return TokenContext(
+            batch=batch,
+            rotary=rotary,
+            cache=cache,
+            dropout=dropout,
+            auxiliary=auxiliary if self.training else None,
+        )
 
     def _local(self, rows: Tensor) -> Tensor:
         """The entries of `rows` [T] for the tokens whose hidden states are here [t]."""

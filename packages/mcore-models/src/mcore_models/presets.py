@@ -1,7 +1,8 @@
 """Two dresses of the decoder and published models by name.
 
 Sources: Touvron et al., "LLaMA" (2023) and the Llama 3 model card; Radford et al., "Language Models
-are Unsupervised Multitask Learners" (2019); the SmolLM2 and TinyLlama model cards.
+are Unsupervised Multitask Learners" (2019); the SmolLM2 and TinyLlama model cards; Jiang et al.,
+"Mixtral of Experts" (2024) and the configurations of its releases.
 """
 
 import difflib
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from mcore_models.config import ModelConfig
+from mcore_models.part_configs import MoEConfig
 
 
 def llama(
@@ -106,6 +108,7 @@ _gpt2 = partial(gpt2, vocab_size=50257, max_positions=1024)
 _llama2 = partial(llama, vocab_size=32000, max_positions=4096)
 _llama3 = partial(llama, vocab_size=128256, max_positions=8192, rope_base=5e5, num_kv_heads=8)
 _smollm2 = partial(llama, vocab_size=49152, max_positions=8192, rope_base=1e5, tied_embeddings=True)
+_mixtral = partial(llama, vocab_size=32000, num_kv_heads=8, rope_base=1e6)
 
 _LLAMA3_8B = _llama3(hidden_size=4096, num_layers=32, num_heads=32, ffn_size=14336)
 
@@ -123,6 +126,14 @@ _PRESETS = {
     "llama-3-70b": _llama3(hidden_size=8192, num_layers=80, num_heads=64, ffn_size=28672),
     # The 8B layer shape, cut to what one GPU trains with its optimizer: for benchmarks.
     "llama3-8b-8layers": replace(_LLAMA3_8B, num_layers=8),
+    "mixtral-8x7b": replace(
+        _mixtral(hidden_size=4096, num_layers=32, num_heads=32, max_positions=32768),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_size=14336),
+    ),
+    "mixtral-8x22b": replace(
+        _mixtral(hidden_size=6144, num_layers=56, num_heads=48, max_positions=65536),
+        moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_size=16384),
+    ),
     "smollm2-135m": _smollm2(
         hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, ffn_size=1536
     ),

@@ -1,6 +1,7 @@
 """The parts that decoders are made of: a layer is a mixer and a feed-forward behind norms."""
 
 from mcore_models.common.attention import Attention
+from mcore_models.common.auxiliary import AuxiliaryLosses
 from mcore_models.common.batch import (
     GlobalCounts,
     KVCache,
@@ -13,11 +14,13 @@ from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
 from mcore_models.common.mlp import MLP
+from mcore_models.common.moe import MoE, Routing
 from mcore_models.common.norm import LayerNorm, RMSNorm, build_norm
 
 __all__ = [
     "MLP",
     "Attention",
+    "AuxiliaryLosses",
     "Block",
     "BuildContext",
     "Builder",
@@ -25,9 +28,11 @@ __all__ = [
     "GlobalCounts",
     "KVCache",
     "LayerNorm",
+    "MoE",
     "PositionEmbedding",
     "RMSNorm",
     "ResidualDropout",
+    "Routing",
     "TokenBatch",
     "TokenContext",
     "build_norm",

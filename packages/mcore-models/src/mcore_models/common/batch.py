@@ -6,12 +6,15 @@ T tokens (sample b's position s of a [B, S] batch is token b·S+s), N documents.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_parallel import RngKey, dropout
+
+if TYPE_CHECKING:
+    from mcore_models.common.auxiliary import AuxiliaryLosses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +54,17 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """Tokens in this micro-batch, T."""
         return self.tokens.numel()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in this micro-batch, N."""
+        return self.cu_seqlens.numel() - 1
+
+    def documents(self) -> Tensor:
+        """The document of each token [T], counted from 0; tokens past the last belong to it."""
+        index = torch.arange(self.num_tokens, device=self.tokens.device)
+        document = torch.searchsorted(self.cu_seqlens.long(), index, right=True) - 1
+        return document.clamp(max=max(self.num_documents - 1, 0))
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch with every tensor on `device`."""
@@ -157,13 +171,15 @@ class KVCache(Protocol):
 class TokenContext:
     """What a mixer or feed-forward may ask besides the hidden states, the same for all layers.
 
-    `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions.
+    `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions. `auxiliary` takes
+    the losses of layers; `None` where nothing is trained.
     """
 
     batch: TokenBatch
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KVCache | None = None
     dropout: "ResidualDropout | None" = None
+    auxiliary: "AuxiliaryLosses | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,12 +17,13 @@ from mcore_models.common.builder import (
     wants_context,
 )
 from mcore_models.common.mlp import MLP
+from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
 from mcore_models.config import NO_PART, ModelConfig
 from mcore_parallel import gather_from_group, scatter_to_group
 
-_BUILDERS: dict[str, Builder] = {"*": Attention, "-": MLP}
-_PART_NAMES = {"*": "attention", "-": "mlp"}
+_BUILDERS: dict[str, Builder] = {"*": Attention, "-": MLP, "E": MoE}
+_PART_NAMES = {"*": "attention", "-": "mlp", "E": "moe"}
 _SLOTS = (("input_norm", "mixer"), ("post_norm", "feed_forward"))
 
 
@@ -39,10 +40,10 @@ class _Step:
 class Block(nn.Module):
     """hidden + part(norm(hidden)) for the mixer, then for the feed-forward: [T, H] to [T, H].
 
-    The part of a built-in letter has its own name (`attention`, `mlp`); one of a builder is called
-    `mixer` or `feed_forward`, or what its attribute `part_name` says. Around a part that does not
-    declare `parallel = True`, hidden states cut by sequence parallelism are all-gathered over the
-    tensor-parallel group and cut again.
+    The part of a built-in letter has its own name (`attention`, `mlp`, `moe`); one of a builder is
+    called `mixer` or `feed_forward`, or what its attribute `part_name` says. Around a part that
+    does not declare `parallel = True`, hidden states cut by sequence parallelism are all-gathered
+    over the tensor-parallel group and cut again.
 
     Raises:
         ValueError: a letter that nothing builds, or two parts of one name.

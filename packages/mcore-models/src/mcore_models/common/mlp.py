@@ -53,7 +53,7 @@ class MLP(nn.Module):
             device=build.device,
             dtype=build.dtype,
         )
-        self._activation = _activation(config, build)
+        self._activation = build_activation(config, build)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """[T, H] to [T, H]."""
@@ -62,7 +62,8 @@ class MLP(nn.Module):
         return out
 
 
-def _activation(config: ModelConfig, build: BuildContext) -> Callable[[Tensor], Tensor]:
+def build_activation(config: ModelConfig, build: BuildContext) -> Callable[[Tensor], Tensor]:
+    """The activation that `config` names; a gated one takes [gate | up] and halves the width."""
     if config.activation == "swiglu":
         return build.kernels.swiglu
     approximate = "tanh" if config.activation == "gelu_tanh" else "none"

@@ -1,0 +1,131 @@
+"""The linear operator of many experts: each has its own weight, and its own number of rows.
+
+R rows, sorted by expert, e experts, I input and O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.protocols import LinearOp, TorchLinear
+
+__all__ = ["GroupedLinearOp", "SequentialLinear", "grouped_linear"]
+
+
+class GroupedLinearOp(Protocol):
+    """The products of a grouped GEMM: rows `counts[i]` of x with weight i, for all i.
+
+    None of them records autograd; results are fresh tensors. An expert without rows contributes
+    nothing.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return `x_i weight_iᵀ`: x [R, I], weight [e, O, I] → [R, O]."""
+
+    def input_grad(self, dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return `dy_i weight_i`: dy [R, O], weight [e, O, I] → [R, I]."""
+
+    def weight_grad(self, dy: Tensor, x: Tensor, counts: Sequence[int], out: Tensor) -> None:
+        """Add `dy_iᵀ x_i` to `out` [e, O, I], at the precision of `out`: dy [R, O], x [R, I]."""
+
+
+class SequentialLinear:
+    """`GroupedLinearOp` as one product after another, each by a `LinearOp`."""
+
+    def __init__(self, linear: LinearOp | None = None) -> None:
+        self.linear: LinearOp = linear or TorchLinear()
+
+    def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `GroupedLinearOp`."""
+        products = [self.linear.forward(x[rows], weight[i]) for i, rows in _groups(counts)]
+        return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
+
+    def input_grad(self, dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `GroupedLinearOp`."""
+        products = [self.linear.input_grad(dy[rows], weight[i]) for i, rows in _groups(counts)]
+        return torch.cat(products) if products else dy.new_empty(0, weight.shape[2])
+
+    def weight_grad(self, dy: Tensor, x: Tensor, counts: Sequence[int], out: Tensor) -> None:
+        """See `GroupedLinearOp`."""
+        for i, rows in _groups(counts):
+            self.linear.weight_grad(dy[rows], x[rows], out=out[i])
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: Sequence[int],
+    *,
+    op: GroupedLinearOp,
+) -> Tensor:
+    """Return `x_i weight_iᵀ + bias_i` [R, O] for the rows of each expert, with gradients.
+
+    x [R, I] is sorted by expert, `counts[i]` rows of expert i; weight [e, O, I], bias [e, O].
+    A weight with the attribute `main_grad` gets its gradient added there, as by `parallel_linear`.
+    An expert without rows has a gradient of zero.
+
+    Raises:
+        ValueError: the counts are not one for each expert, or do not add up to R.
+    """
+    if len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
+        raise ValueError(
+            f"grouped_linear: counts {list(counts)} must be {weight.shape[0]} numbers, one for "
+            f"each expert, that add up to {x.shape[0]} rows"
+        )
+    options = (tuple(counts), op)
+    return cast(Tensor, _GroupedLinear.apply(x, weight, bias, options))  # type: ignore[no-untyped-call]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: tuple[tuple[int, ...], GroupedLinearOp],
+    ) -> Tensor:
+        counts, op = options
+        y = op.forward(x, weight, counts)
+        if bias is not None:
+            for i, rows in _groups(counts):
+                y[rows] += bias[i]
+        ctx.counts, ctx.op = counts, op
+        # The object itself, since a saved tensor need not come back as the parameter that has the
+        # attributes.
+        ctx.parameter = weight if getattr(weight, "main_grad", None) is not None else None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx = ctx.op.input_grad(dy, weight, ctx.counts) if need_x else None
+        dw = None
+        if need_weight:
+            dw = torch.zeros_like(weight)
+            out = dw if ctx.parameter is None else ctx.parameter.main_grad
+            ctx.op.weight_grad(dy, x, ctx.counts, out)
+            if ctx.parameter is not None:
+                ctx.parameter.grad_added_to_main = True
+        db = None
+        if need_bias:
+            db = dy.new_zeros(len(ctx.counts), dy.shape[1])
+            for i, rows in _groups(ctx.counts):
+                db[i] = dy[rows].sum(0)
+        return dx, dw, db, None
+
+
+def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and which."""
+    for i, (stop, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
+        if count:
+            yield i, slice(stop - count, stop)
