@@ -1,3 +1,4 @@
+import math
 import re
 from typing import ClassVar
 
@@ -182,6 +183,14 @@ def test_specs_refuse_values_that_make_no_sense() -> None:
         Init(kind="normal", std=-1)
     with pytest.raises(ValueError, match="bounds 2 … 1 are reversed"):
         Init(kind="uniform", low=2, high=1)
+    with pytest.raises(ValueError, match=r"values from 0\.0 on have no logarithm: use low > 0"):
+        Init(kind="log_uniform", high=2.0)
+    with pytest.raises(ValueError, match="values from -1 on have no logarithm"):
+        Init(kind="uniform", low=-1, through="exp")
+    with pytest.raises(ValueError, match="through='exp' needs uniform values, not normal"):
+        Init(kind="normal", through="exp")
+    with pytest.raises(ValueError, match="unknown function 'log'"):
+        Init(kind="uniform", low=1, high=2, through="log")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -208,7 +217,13 @@ def test_initial_values_are_the_same_on_any_number_of_ranks(size: int) -> None:
 @given(st.data())
 def test_any_cut_of_a_tensor_gets_the_same_values(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.integers(1, 7)) for _ in range(data.draw(st.integers(1, 3))))
-    init = data.draw(st.sampled_from([NORMAL, Init(kind="uniform", low=-3.0, high=-1.0)]))
+    kinds = [
+        NORMAL,
+        Init(kind="uniform", low=-3.0, high=-1.0),
+        Init(kind="uniform", low=1.0, high=16.0, through="exp"),
+        Init(kind="log_uniform", low=1e-3, high=0.1, through="softplus"),
+    ]
+    init = data.draw(st.sampled_from(kinds))
     layout = TensorLayout.whole("w", shape)
     whole = torch.empty(shape)
     fill_(whole, layout, init, RngKey(1))
@@ -237,6 +252,25 @@ def test_initial_values_have_the_distribution_asked_for() -> None:
     for kind, value in {"zeros": 0.0, "ones": 1.0, "constant": 0.25}.items():
         fill_(local, layout, Init(kind=kind, value=0.25), RngKey(1))  # type: ignore[arg-type]
         assert float(local.min()) == float(local.max()) == value
+
+
+@pytest.mark.parametrize("through", [None, "exp", "softplus"])
+@pytest.mark.parametrize("kind", ["uniform", "log_uniform"])
+def test_a_function_of_the_parameter_has_the_distribution_asked_for(
+    kind: str, through: str | None
+) -> None:
+    """Quarters of the bounds, or of their logarithms, hold a quarter of the values each."""
+    local = torch.empty(300, 200)
+    init = Init(kind=kind, low=1e-3, high=0.1, through=through)  # type: ignore[arg-type]
+    fill_(local, TensorLayout.whole("w", (300, 200)), init, RngKey(1))
+    functions = {"exp": torch.exp, "softplus": torch.nn.functional.softplus}
+    drawn = local.double() if through is None else functions[through](local.double())
+    assert 1e-3 * (1 - 1e-5) <= float(drawn.min()) < 1.1e-3
+    assert 0.099 < float(drawn.max()) <= 0.1 * (1 + 1e-5)
+    share = (drawn - 1e-3) / 0.099 if kind == "uniform" else (drawn / 1e-3).log() / math.log(100)
+    for quarter in range(4):
+        inside = (share >= quarter / 4) & (share < (quarter + 1) / 4)
+        assert float(inside.double().mean()) == pytest.approx(0.25, abs=0.01)
 
 
 def test_low_precision_gets_the_rounded_values() -> None:

@@ -23,22 +23,33 @@ _FILL_ELEMENTS = 1 << 22  # elements whose indices and values are in memory at o
 class Init:
     """The distribution of a parameter's initial values.
 
-    `normal` has mean 0 and deviation `std`; `uniform` lies in `[low, high)`; `constant` is `value`.
+    `normal` has mean 0 and deviation `std`; `uniform` lies in `[low, high)`, and so does
+    `log_uniform`, whose logarithm is uniform; `constant` is `value`. With `through` the
+    distribution is that of exp or softplus of the parameter, as for a rate that a layer keeps as
+    its logarithm: the parameter is the inverse of what is drawn.
     """
 
-    kind: Literal["normal", "uniform", "constant", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "log_uniform", "constant", "zeros", "ones"]
     std: float = 0.0
     value: float = 0.0
     low: float = 0.0
     high: float = 1.0
+    through: Literal["exp", "softplus"] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("normal", "uniform", "constant", "zeros", "ones"):
+        if self.kind not in ("normal", "uniform", "log_uniform", "constant", "zeros", "ones"):
             raise ValueError(f"unknown initialisation {self.kind!r}")
         if self.std < 0:
             raise ValueError(f"standard deviation {self.std} must not be negative")
         if self.low > self.high:
             raise ValueError(f"uniform bounds {self.low} … {self.high} are reversed")
+        if self.through not in (None, "exp", "softplus"):
+            raise ValueError(f"unknown function {self.through!r}: use 'exp', 'softplus' or None")
+        drawn = self.kind in ("uniform", "log_uniform")
+        if self.through is not None and not drawn:
+            raise ValueError(f"through={self.through!r} needs uniform values, not {self.kind}")
+        if (self.kind == "log_uniform" or self.through is not None) and self.low <= 0:
+            raise ValueError(f"values from {self.low} on have no logarithm: use low > 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +207,28 @@ def _fill_fragment(fragment: Fragment, view: torch.Tensor, init: Init, key: RngK
         index = _flat_indices(fragment, box, view.device)
         if init.kind == "normal":
             values = counter_normal(key, index).mul_(init.std)
-        else:
+        elif init.kind == "uniform" and init.through is None:
             values = counter_uniform(key, index).mul_(init.high - init.low).add_(init.low)
+        else:
+            values = _inverse_of_uniform(init, counter_uniform(key, index))
         view[box.slices].copy_(values)
+
+
+def _inverse_of_uniform(init: Init, share: torch.Tensor) -> torch.Tensor:
+    """Turn uniform numbers in [0, 1) into float64 values of a parameter (see `Init`).
+
+    In float64, since the last bits of a logarithm depend on where in a vector its argument lies.
+    """
+    share = share.double()
+    if init.kind == "log_uniform":
+        low, high = math.log(init.low), math.log(init.high)
+        drawn = share.mul_(high - low).add_(low).exp_()
+    else:
+        drawn = share.mul_(init.high - init.low).add_(init.low)
+    if init.through == "exp":
+        return drawn.log_()
+    # softplus(y) = log(1 + exp(y)) = x where y = x + log(1 - exp(-x))
+    return drawn + (-torch.expm1(-drawn)).log_() if init.through == "softplus" else drawn
 
 
 def _flat_indices(fragment: Fragment, box: Box, device: torch.device) -> torch.Tensor:
