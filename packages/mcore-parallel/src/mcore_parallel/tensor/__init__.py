@@ -3,7 +3,7 @@
 from mcore_parallel.tensor.function import parallel_linear
 from mcore_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor.loss import vocab_parallel_cross_entropy, vocab_parallel_log_prob
-from mcore_parallel.tensor.partition import Part, padded_vocab_size
+from mcore_parallel.tensor.partition import Part, fused_spec, padded_vocab_size
 from mcore_parallel.tensor.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -16,6 +16,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "fused_spec",
     "gather_logits",
     "padded_vocab_size",
     "parallel_linear",

@@ -26,7 +26,13 @@ from mcore_parallel.layout import Box, TensorLayout
 from mcore_parallel.protocols import LinearOp, TorchLinear
 from mcore_parallel.spec import GradSync, Init, ParamSpec, join
 from mcore_parallel.tensor.function import parallel_linear
-from mcore_parallel.tensor.partition import Part, check_divisible, check_parts, check_tokens
+from mcore_parallel.tensor.partition import (
+    Part,
+    check_divisible,
+    check_parts,
+    check_tokens,
+    fused_spec,
+)
 
 __all__ = ["DEFAULT_INIT", "ColumnParallelLinear", "RowParallelLinear"]
 
@@ -158,20 +164,9 @@ class ColumnParallelLinear(nn.Module):
         self, prefix: str, kind: str, columns: tuple[int, ...], init: Init, *, decay: bool
     ) -> ParamSpec:
         parent = prefix.rpartition(".")[0]
-        layouts: list[TensorLayout] = []
-        sync: list[GradSync] = []
-        start = 0
-        for part in self.parts:
-            path = join(parent, part.name) if self.fused else prefix
-            layout = part.layout(join(path, kind), self.group, columns)
-            replicas = part.num_replicas(self.group.size)
-            if replicas > 1:
-                shared_by = self.group.split(replicas)
-                sync.append(GradSync(group=shared_by, start=start, stop=start + layout.numel))
-            start += layout.numel
-            layouts.append(layout)
-        layout = TensorLayout.concat(layouts)
-        return ParamSpec(layout=layout, init=init, grad_sync=tuple(sync), decay=decay)
+        paths = [join(parent, part.name) if self.fused else prefix for part in self.parts]
+        named = {join(path, kind): part for path, part in zip(paths, self.parts, strict=True)}
+        return fused_spec(named, self.group, columns, init=init, decay=decay)
 
     def extra_repr(self) -> str:
         """For printing."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, TensorLayout
+from mcore_parallel.spec import GradSync, Init, ParamSpec
 
-__all__ = ["Part", "VocabShard", "check_divisible", "check_parts", "padded_vocab_size"]
+__all__ = [
+    "Part",
+    "VocabShard",
+    "check_divisible",
+    "check_parts",
+    "fused_spec",
+    "padded_vocab_size",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,37 @@ class Part:
         count = self.num_replicas(group.size)
         layout = TensorLayout.box(name, (self.features, *columns), box)
         return layout.replicated(group.rank % count, count)
+
+
+def fused_spec(
+    parts: Mapping[str, Part],
+    group: Group,
+    columns: tuple[int, ...] = (),
+    *,
+    init: Init,
+    decay: bool | None = None,
+) -> ParamSpec:
+    """The spec of a parameter that holds my rows of several parts, one part after the other.
+
+    `parts` are in their local order, by the names of their global tensors [features, *columns]. The
+    gradient of a part that several ranks hold is a partial sum over these (made by
+    `group.split`). `decay` None: as `ParamSpec` decides.
+    """
+    layouts: list[TensorLayout] = []
+    sync: list[GradSync] = []
+    start = 0
+    for name, part in parts.items():
+        layout = part.layout(name, group, columns)
+        replicas = part.num_replicas(group.size)
+        if replicas > 1:
+            shared_by = group.split(replicas)
+            sync.append(GradSync(group=shared_by, start=start, stop=start + layout.numel))
+        start += layout.numel
+        layouts.append(layout)
+    decides = {} if decay is None else {"decay": decay}
+    return ParamSpec(
+        layout=TensorLayout.concat(layouts), init=init, grad_sync=tuple(sync), **decides
+    )
 
 
 def check_parts(layer: str, parts: Sequence[Part], size: int) -> None:
