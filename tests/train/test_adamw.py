@@ -30,3 +30,21 @@ def test_equals_the_formula(weight_decay: float) -> None:
 def test_state_is_named_for_checkpoints() -> None:
     rule = AdamW()
     assert rule.state_names == tuple(rule.init(torch.zeros(3, 2))) == ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_computes_the_same() -> None:
+    rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
+    values = [torch.randn(100_003, device=device) for device in ("cpu", "cuda")]
+    values[1].copy_(values[0])
+    states = [rule.init(value) for value in values]
+    for step in range(1, 4):
+        grad = torch.randn(100_003)
+        for value, state in zip(values, states, strict=True):
+            on = grad.to(value.device)
+            rule.update(value, on, state, lr=1e-3, weight_decay=0.1, step=step)
+            assert on.cpu().equal(grad)
+    torch.testing.assert_close(values[1].cpu(), values[0], atol=1e-6, rtol=1e-6)
+    for name in rule.state_names:
+        torch.testing.assert_close(states[1][name].cpu(), states[0][name], atol=1e-7, rtol=1e-5)

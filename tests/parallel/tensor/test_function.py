@@ -101,8 +101,17 @@ def test_main_grad_takes_the_weight_gradients(
     for per_rank in ranks.run(accumulate, size, sequence_parallel):
         for by_autograd, by_main, left_to_autograd in per_rank:
             torch.testing.assert_close(by_main, by_autograd)
-            if left_to_autograd.dim() == 2:
-                assert not left_to_autograd.any()
+            assert left_to_autograd.shape == by_main.shape
+
+
+def test_anomaly_detection_sees_no_garbage() -> None:
+    """What autograd is handed beside main_grad is not filled, unless somebody looks at it."""
+    layer = ColumnParallelLinear(3, 4)
+    layer.weight.main_grad = torch.zeros(4, 3)  # type: ignore[assignment]
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        layer(torch.ones(2, 3)).sum().backward()
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
 
 
 def test_main_grad_of_bf16_weights_keeps_float32_sums() -> None:

@@ -43,9 +43,9 @@ def parallel_linear(
 
     Gradients of the weight: none when it is frozen. When the weight has an attribute `main_grad`
     (and `accumulate`), its gradient is added to that buffer at the buffer's precision; the weight's
-    attribute `grad_added_to_main` becomes True, and autograd is handed a gradient of zeros, so that
-    hooks run and see that there is nothing to add. A weight that other operators use too must have
-    no `main_grad`, or be passed with `accumulate=False`.
+    attribute `grad_added_to_main` becomes True, and autograd is handed a tensor without meaning, so
+    that hooks run and see that there is nothing to add. A weight that other operators use too must
+    have no `main_grad`, or be passed with `accumulate=False`.
     """
     rows = x.reshape(-1, x.shape[-1])
     accumulate = accumulate and getattr(weight, "main_grad", None) is not None
@@ -125,4 +125,6 @@ def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Ten
         return linear.weight_grad(dy, x)
     linear.weight_grad(dy, x, out=parameter.main_grad)
     parameter.grad_added_to_main = True
-    return torch.zeros_like(parameter)
+    # Nobody reads it: only anomaly detection would, and mind what is in it.
+    empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
+    return empty(parameter)

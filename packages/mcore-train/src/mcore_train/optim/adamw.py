@@ -39,8 +39,19 @@ class AdamW:
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update `value` and the moments in place; `step` counts from 1."""
+        """Update `value` and the moments in place; `step` counts from 1.
+
+        On CUDA in one pass, by the kernel behind `torch.optim.AdamW(fused=True)`.
+        """
         mean, square = state["exp_avg"], state["exp_avg_sq"]
+        if value.is_cuda:
+            count = torch.full((), float(step), device=value.device)
+            torch._fused_adamw_(
+                [value], [grad], [mean], [square], [], [count],
+                lr=lr, beta1=self.beta1, beta2=self.beta2, weight_decay=weight_decay,
+                eps=self.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+            )  # fmt: skip
+            return
         mean.lerp_(grad, 1 - self.beta1)
         square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         if weight_decay:

@@ -3,6 +3,8 @@
 import torch
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.attention.cudnn import MAX_HEAD_DIM as CUDNN_HEAD_DIM
+from mcore_kernels.ops.attention.cudnn import CudnnAttention
 from mcore_kernels.ops.attention.flash import MAX_HEAD_DIM, FlashAttention
 from mcore_kernels.ops.attention.reference import ReferenceAttention
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
@@ -40,6 +42,19 @@ OPERATOR = Operator(
             ),
             priority=20,
             summary="the FlashAttention-2 kernels of torch's CUDA builds, all segments at once",
+        ),
+        Implementation(
+            op="attention",
+            name="cudnn",
+            fn=CudnnAttention(),
+            requires=(
+                needs_device("cuda"),
+                needs_arch((9, 0)),
+                needs_dtype(torch.bfloat16, torch.float16),
+                needs_head_dim(maximum=CUDNN_HEAD_DIM, multiple=8),
+            ),
+            priority=30,
+            summary="cuDNN for long segments of equal length; others go to flash",
         ),
     ),
 )

@@ -107,6 +107,13 @@ def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _pad(x: Tensor, size: int) -> Tensor:
     if x.shape[-1] != size:
         return F.pad(x, (0, size - x.shape[-1]))
-    # The kernels read 16 bytes at a time: every head has to begin at a multiple of 8 elements.
-    aligned = not any(step % 8 for step in (x.storage_offset(), *x.stride()[:-1]))
-    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+    return aligned(x)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` […, D] as the kernels read it, 16 bytes at a time: copied only where it lies otherwise.
+
+    Every head has to begin at a multiple of 8 elements.
+    """
+    fits = not any(step % 8 for step in (x.storage_offset(), *x.stride()[:-1]))
+    return x if x.stride(-1) == 1 and fits else x.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,9 @@
 """Rotary position embedding: `mcore_kernels.protocols.RopeOp`, and its angles."""
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.rope.limits import limits
 from mcore_kernels.ops.rope.reference import rope as reference
+from mcore_kernels.requirements import TRITON
 
 OPERATOR = Operator(
     "rope",
@@ -11,6 +13,16 @@ OPERATOR = Operator(
             name="reference",
             fn=reference,
             summary="products and sums of rolled halves",
+        ),
+        Implementation(
+            op="rope",
+            name="triton",
+            fn="mcore_kernels.ops.rope.triton:rope",
+            requires=TRITON,
+            limits=limits,
+            second="reference",
+            priority=20,
+            summary="one pass over q and one over k each way; keeps only the angles",
         ),
     ),
 )

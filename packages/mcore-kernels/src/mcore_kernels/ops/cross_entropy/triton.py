@@ -1,0 +1,155 @@
+"""Partial results of the softmax loss in Triton. Imported only when it is chosen.
+
+Each method reads the logits once; no copy of them in float32 is made.
+Shapes: T tokens, V columns of this shard. A program of the forward takes one row, one of the
+backward BLOCK columns of a row.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
+# ruff: noqa: PLR0917 -- kernels take pointers and strides by position
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_kernels.custom_ops import on_device
+from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _max_kernel(z_ptr, max_ptr, stride, v, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    broken = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, v, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + row * stride + col, mask=col < v, other=float("-inf")).to(tl.float32)
+        broken |= (z != z).to(tl.int32)  # noqa: PLR0124 -- NaN, which a maximum passes over
+        best = tl.maximum(best, z)
+    result = tl.max(best, axis=0)
+    tl.store(max_ptr + row, tl.where(tl.max(broken, axis=0) > 0, float("nan"), result))
+
+
+@triton.jit
+def _partials_kernel(
+    z_ptr, label_ptr, max_ptr, out_ptr, stride, t, v, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.load(max_ptr + row)
+    label = tl.load(label_ptr + row)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    totals = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, v, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < v
+        z = tl.load(z_ptr + row * stride + col, mask=mask, other=float("-inf")).to(tl.float32) - m
+        sums += tl.where(mask, tl.exp(z), 0.0)
+        if SMOOTHING:
+            totals += tl.where(mask, z, 0.0)
+    here = (label >= 0) & (label < v)
+    target = tl.load(z_ptr + row * stride + tl.where(here, label, 0)).to(tl.float32) - m
+    tl.store(out_ptr + row, tl.sum(sums, axis=0))
+    tl.store(out_ptr + t + row, tl.where(here, target, 0.0))
+    tl.store(out_ptr + 2 * t + row, tl.sum(totals, axis=0))
+
+
+@triton.jit
+def _backward_kernel(
+    z_ptr,
+    label_ptr,
+    max_ptr,
+    sum_ptr,
+    grad_ptr,
+    out_ptr,
+    stride,
+    stride_out,
+    v,
+    on_target,
+    on_all,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < v
+    m, s, grad = tl.load(max_ptr + row), tl.load(sum_ptr + row), tl.load(grad_ptr + row)
+    label = tl.load(label_ptr + row)
+    z = tl.load(z_ptr + row * stride + col, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.where(col == label, on_target, 0.0)
+    dz = (tl.exp(z - m) / s - weight - on_all) * grad
+    tl.store(out_ptr + row * stride_out + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class TritonVocabLoss(ReferenceVocabLoss):
+    """`mcore_kernels.protocols.VocabLossOp`; logits in float64 are served by the reference."""
+
+    def local_max(self, logits: Tensor) -> Tensor:
+        """See `VocabLossOp`."""
+        if not _served(logits):
+            return super().local_max(logits)
+        result = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        z = _rows(logits)
+        with on_device(z):
+            _max_kernel[(z.shape[0],)](
+                z, result, z.stride(0), z.shape[1], BLOCK=_BLOCK, num_warps=8
+            )
+        return result
+
+    def partials(
+        self, logits: Tensor, labels: Tensor, maximum: Tensor, *, smoothing: bool
+    ) -> Tensor:
+        """See `VocabLossOp`."""
+        if not _served(logits):
+            return super().partials(logits, labels, maximum, smoothing=smoothing)
+        result = maximum.new_empty(3, logits.shape[0])
+        z = _rows(logits)
+        with on_device(z):
+            _partials_kernel[(z.shape[0],)](
+                z, labels.contiguous(), maximum.contiguous(), result, z.stride(0), *z.shape,
+                SMOOTHING=smoothing, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+        return result
+
+    def backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        maximum: Tensor,
+        sum_exp: Tensor,
+        grad: Tensor,
+        *,
+        on_target: float,
+        on_all: float,
+        out: Tensor,
+    ) -> None:
+        """See `VocabLossOp`."""
+        if not _served(logits) or out.stride(1) != 1:
+            super().backward(
+                logits, labels, maximum, sum_exp, grad,
+                on_target=on_target, on_all=on_all, out=out,
+            )  # fmt: skip
+            return
+        z = _rows(logits)
+        count, v = z.shape
+        with on_device(z):
+            _backward_kernel[(count, triton.cdiv(v, _BLOCK))](
+                z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(),
+                grad.to(torch.float32).contiguous(), out, z.stride(0), out.stride(0), v,
+                on_target, on_all, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+
+
+def _served(logits: Tensor) -> bool:
+    return logits.numel() > 0 and logits.dtype != torch.float64
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+VOCAB_LOSS = TritonVocabLoss()
+"""The operator; it holds no state."""
