@@ -3,13 +3,14 @@
 import itertools
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from mcore_data import ByteTokenizer
-from mcore_inference import Engine, ModelRunner, Request, SamplingParams, sample
+from mcore_inference import Engine, ModelRunner, Request, SamplingParams, TextStream, sample
 from mcore_models import GPT, build_model
 from mcore_parallel import ParallelConfig, ParallelMesh
 
@@ -168,6 +169,90 @@ def test_only_tokens_of_the_tokenizer_are_sampled_but_logprobs_are_the_models() 
         assert max(got.logprobs) < -1  # most of the probability lies beyond
         row = last_logits(model, [*got.prompt, *got.tokens[:-1]]).log_softmax(-1)
         assert got.logprobs[-1] == pytest.approx(float(row[got.tokens[-1]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dress", DRESSES)
+def test_the_probabilities_of_a_prompt_are_the_models(dress: str, device: str) -> None:
+    """U53: of every prompt token after the first, beside requests that do not ask for them."""
+    model = model_of(dress, device)
+    engine = Engine(ModelRunner(model))
+    rules = {"prompt_logprobs": True, "top_logprobs": 3}
+    plain = [request(prompt) for prompt in PROMPTS]
+    asking = [request(p, **rules, max_tokens=n) for n, p in enumerate(PROMPTS)]
+    engine.run([asking[0], plain[0], asking[1], asking[2], *plain[1:], asking[3]])
+    for got, beside in zip(asking, plain, strict=True):
+        assert got.tokens == beside.tokens[: got.params.max_tokens]
+        assert beside.prompt_logprobs == beside.prompt_top_logprobs == []
+        assert beside.top_logprobs == [()] * STEPS
+        assert got.finish_reason == "length"
+        rows = [last_logits(model, list(got.prompt[:n])) for n in range(1, len(got.prompt))]
+        rows += [last_logits(model, [*got.prompt, *got.tokens[:n]]) for n in range(len(got.tokens))]
+        wide = [row.log_softmax(-1).tolist() for row in rows]
+        own = [*got.prompt[1:], *got.tokens]
+        expected = [row[token] for row, token in zip(wide, own, strict=True)]
+        assert [*got.prompt_logprobs, *got.logprobs] == pytest.approx(expected, abs=1e-4)
+        for row, top in zip(wide, [*got.prompt_top_logprobs, *got.top_logprobs], strict=True):
+            assert [p for _, p in top] == pytest.approx(sorted(row)[:-4:-1], abs=1e-4)
+            assert [row[token] for token, _ in top] == pytest.approx([p for _, p in top], abs=1e-4)
+
+
+def test_a_prompt_is_scored_without_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """U53: max_tokens 0 still reports the prompt; one token alone needs no model at all."""
+    engine = Engine(ModelRunner(model_of("gpt2")))
+    got = request("hello", prompt_logprobs=True, max_tokens=0)
+    assert got.finish_reason is None
+    engine.run([got])
+    assert (got.tokens, got.finish_reason, len(got.prompt_logprobs)) == ([], "length", 4)
+    assert engine._cache.num_slots == 0
+    monkeypatch.setattr(engine, "runner", None)
+    one = request("h", prompt_logprobs=True, max_tokens=0)
+    assert (one.finish_reason, one.prompt_logprobs) == ("length", [])
+
+
+def test_the_most_probable_tokens_are_those_that_can_be_sampled() -> None:
+    model = model_of("llama")
+    few = 5
+    got = request("hello", top_logprobs=9, prompt_logprobs=True)
+    Engine(ModelRunner(model), vocab_size=few).run([got])
+    for top in (*got.top_logprobs, *got.prompt_top_logprobs):
+        assert {token for token, _ in top} == set(range(few))
+    for token, top in zip(got.tokens, got.top_logprobs, strict=True):
+        assert top[0] == (token, pytest.approx(got.logprobs[got.top_logprobs.index(top)]))
+
+
+def test_a_stop_string_ends_a_request_and_frees_its_place() -> None:
+    """U52: also in the middle of a token's text, and in the last place that max_tokens leaves."""
+    model = model_of("llama")
+    engine = Engine(ModelRunner(model), max_sequences=1)
+    prompt = tuple(ByteTokenizer().encode("hello"))
+    plain = request("hello")
+    engine.run([plain])
+    names = {token: f"<{token}>" for token in plain.tokens}
+
+    class Names(ByteTokenizer):
+        def decode(self, ids: Iterable[int]) -> str:
+            return "".join(names.get(i, "") for i in ids)
+
+    third = names[plain.tokens[2]]
+    assert plain.tokens.index(plain.tokens[2]) == 2
+    for stop, max_tokens in ((third, 9), (third[:2], 9), (f">{third}", 3)):
+        params = SamplingParams(max_tokens=max_tokens, stop=stop)
+        text = TextStream(Names(), prompt, params.stop)
+        got = Request(prompt=prompt, params=params, text=text)
+        after = request("hi", max_tokens=1)
+        engine.run([got, after])
+        assert (got.tokens, got.finish_reason) == (plain.tokens[:3], "stop")
+        whole = "".join(names[token] for token in plain.tokens[:3])
+        assert text.text == whole[: whole.index(stop)]
+        assert after.finish_reason == "length"
+
+
+def test_requests_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^n=2: a request is one sample"):
+        request("a", n=2)
+    with pytest.raises(ValueError, match=r"^stop=\('x',\) needs the text of the request$"):
+        request("a", stop="x")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,5 +1,6 @@
 """From a checkpoint to text: in one process, over tp 2, and the errors on the way."""
 
+import json
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ import torch
 import mcore_ckpt
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, Completion, SamplingParams, load_weights
+from mcore_inference.text import without_cut_character
 from mcore_models import build_model
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey
 from mcore_parallel.testing import RankPool
@@ -25,6 +27,7 @@ RULES = [
     SamplingParams(max_tokens=5, temperature=0.8, top_k=20, top_p=0.9, seed=4),
     SamplingParams(max_tokens=0),
 ]
+ASKING = SamplingParams(max_tokens=5, stop=("D", "H"), prompt_logprobs=True, top_logprobs=2)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_a_checkpoint_generates_what_the_saved_model_would(
         assert done.prompt_token_ids == tuple(prompt.encode())
         tokenizer = ByteTokenizer()
         whole = tokenizer.decode([*prompt.encode(), *tokens])
-        assert prompt + done.text == whole
+        assert prompt + done.text == without_cut_character(whole)
     step = next(checkpoints[dress].iterdir())
     direct = LLM.from_checkpoint(step).generate(PROMPTS, RULES)
     assert direct == llm.generate(PROMPTS, RULES)
@@ -66,7 +69,7 @@ def generate_over_ranks(path: Path, layout: ParallelConfig) -> list[Completion]:
     mesh = ParallelMesh.create(layout)
     assert mesh is not None
     llm = LLM.from_checkpoint(path, mesh=mesh)
-    return llm.generate(PROMPTS, RULES)
+    return [*llm.generate(PROMPTS, RULES), *llm.generate(PROMPTS, ASKING)]
 
 
 def sample_beside_padding(path: Path, filler: float) -> list[tuple[int, ...]]:
@@ -87,12 +90,16 @@ def sample_beside_padding(path: Path, filler: float) -> list[tuple[int, ...]]:
 def test_two_ranks_generate_the_tokens_of_one_process(
     ranks: RankPool, checkpoints: dict[str, Path], dress: str, layout: ParallelConfig
 ) -> None:
-    alone = LLM.from_checkpoint(checkpoints[dress]).generate(PROMPTS, RULES)
+    llm = LLM.from_checkpoint(checkpoints[dress])
+    alone = [*llm.generate(PROMPTS, RULES), *llm.generate(PROMPTS, ASKING)]
     for got in ranks.run(generate_over_ranks, 2, checkpoints[dress], layout):
         for one, expected in zip(got, alone, strict=True):
             assert one.token_ids == expected.token_ids
             assert one.text == expected.text
             assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            assert one.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=1e-4)
+            for top, other in zip(one.top_logprobs, expected.top_logprobs, strict=True):
+                assert dict(top) == pytest.approx(dict(other), abs=1e-4)
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(
@@ -141,6 +148,51 @@ def test_prompts_may_be_text_or_tokens(checkpoints: dict[str, Path]) -> None:
         llm.generate(["a", "b"], RULES[:3])
 
 
+def test_stop_strings_samples_and_probabilities_come_with_the_completion(
+    checkpoints: dict[str, Path],
+) -> None:
+    llm = LLM.from_checkpoint(checkpoints["gpt2"])
+    plain = llm.generate("hello", SamplingParams(max_tokens=12))[0]
+    stop = plain.text[4:6]
+    done = llm.generate("hello", SamplingParams(max_tokens=12, stop=[stop, "never"]))[0]
+    assert (done.text, done.finish_reason) == (plain.text[: plain.text.index(stop)], "stop")
+    assert done.token_ids == plain.token_ids[: len(done.token_ids)]
+    assert (done.top_logprobs, done.prompt_logprobs, done.prompt_top_logprobs) == ((), (), ())
+    one, two = llm.generate(["hello", "h"], ASKING)
+    assert (len(one.prompt_logprobs), one.prompt_logprobs[0]) == (5, None)
+    assert (len(one.prompt_top_logprobs), one.prompt_top_logprobs[0]) == (5, ())
+    assert two.prompt_logprobs == (None,)
+    assert [len(top) for top in one.top_logprobs] == [2] * len(one.token_ids)
+    rule = SamplingParams(max_tokens=6, temperature=1.5, n=3, seed=5)
+    samples = llm.generate(["a", "b"], [rule, SamplingParams(max_tokens=1)])
+    assert [done.prompt for done in samples] == ["a", "a", "a", "b"]
+    assert len({done.token_ids for done in samples}) == 4
+    assert samples[:3] == llm.generate(["a"] * 3, list(rule.each()))
+    with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is empty"):
+        llm.generate(["a", ""], rule)
+
+
+def test_a_turn_of_the_checkpoints_template_ends_a_text(tmp_path: Path) -> None:
+    model = build_model(LLAMA, key=RngKey(3))
+    step = save_checkpoint(model, tmp_path / "all")
+    plain = LLM.from_checkpoint(step).generate("hello", SamplingParams(max_tokens=5))[0]
+    third = plain.token_ids[2]
+    ByteTokenizer().save(tmp_path / "own")
+    config = tmp_path / "own" / "tokenizer_config.json"
+    special = {str(third): {"content": "<end>", "special": True}}
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}<end>{% endfor %}"
+    declared = {**json.loads(config.read_text()), "added_tokens_decoder": special}
+    config.write_text(json.dumps({**declared, "chat_template": template}))
+    llm = LLM.from_checkpoint(step, tokenizer=tmp_path / "own")
+    assert llm.end_ids == {256, third}
+    done = llm.generate("hello", SamplingParams(max_tokens=5))[0]
+    assert (done.token_ids, done.finish_reason) == (plain.token_ids[:3], "stop")
+    (tmp_path / "other").write_text("{{ messages[0].content }}")
+    other = LLM.from_checkpoint(step, tokenizer=tmp_path / "own", chat_template=tmp_path / "other")
+    assert other.end_ids == {256}
+    assert LLM.from_checkpoint(step).chat_template.render([{"role": "user", "content": "x"}])
+
+
 def test_the_tokenizers_end_token_ends_the_text() -> None:
     model = build_model(LLAMA, key=RngKey(3))
     eos = ByteTokenizer().eos_id
@@ -154,7 +206,8 @@ def test_the_tokenizers_end_token_ends_the_text() -> None:
     llm = LLM(model, ByteTokenizer())
     done = llm.generate("hello", SamplingParams(max_tokens=5))[0]
     assert done.token_ids == (*first.token_ids[:2], eos)
-    assert done.text == ByteTokenizer().decode([*b"hello", *first.token_ids[:2]])[5:]
+    text = ByteTokenizer().decode([*b"hello", *first.token_ids[:2]])[5:]
+    assert done.text == without_cut_character(text)
     assert done.finish_reason == "stop"
     on = llm.generate("hello", SamplingParams(max_tokens=5, ignore_eos=True))[0]
     assert (len(on.token_ids), on.finish_reason) == (5, "length")

@@ -31,6 +31,14 @@ def test_bytes_of_one_character_are_read_together() -> None:
     assert continuation(tokenizer, list(b"ab"), []) == ""
 
 
+def test_a_character_that_the_end_cuts_off_is_no_text() -> None:
+    request = Request(prompt=tuple(b"ab"), params=SamplingParams(max_tokens=2))
+    for token in (ord("c"), 0xE2):
+        request.append(token, -1.0, 0.0)
+    done = completion(ByteTokenizer(), "ab", request)
+    assert (done.text, done.token_ids, done.finish_reason) == ("c", (ord("c"), 0xE2), "length")
+
+
 class Erratic(ByteTokenizer):
     """The text of a prompt changes when something follows it."""
 

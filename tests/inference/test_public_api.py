@@ -4,8 +4,8 @@ import mcore_inference
 
 PUBLIC = """
 LLM Completion ContiguousCache Engine FinishReason ModelRunner Prompt Request SamplingParams
-Scheduler WeightLink allowed_probabilities completion continuation draw greedy load_weights
-log_probabilities model_tensors sample
+Scheduler TextStream WeightLink allowed_probabilities completion continuation draw greedy
+load_weights log_probabilities model_tensors sample top_log_probabilities
 """
 
 
@@ -22,10 +22,11 @@ def test_signatures_change_only_on_purpose() -> None:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
     limits = ["max_sequences", "max_batch_tokens"]
-    assert names(mcore_inference.LLM) == ["model", "tokenizer", *limits]
+    assert names(mcore_inference.LLM) == ["model", "tokenizer", "chat_template", *limits]
     assert names(mcore_inference.LLM.from_checkpoint) == [
         "path",
         "tokenizer",
+        "chat_template",
         "mesh",
         "dtype",
         "kernels",
@@ -40,4 +41,8 @@ def test_signatures_change_only_on_purpose() -> None:
         "seed",
         "stop_token_ids",
         "ignore_eos",
+        "stop",
+        "n",
+        "top_logprobs",
+        "prompt_logprobs",
     ]

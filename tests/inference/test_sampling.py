@@ -17,6 +17,7 @@ from mcore_inference import (
     greedy,
     log_probabilities,
     sample,
+    top_log_probabilities,
 )
 
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, -1.0, 2.5, 0.5, -4.0])
@@ -238,8 +239,40 @@ def test_log_probabilities_are_those_of_the_softmax() -> None:
         ({"top_p": 0}, "top_p=0 must lie in 0 < top_p <= 1"),
         ({"top_p": 1.01}, "top_p=1.01 must lie in 0 < top_p <= 1"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
+        ({"n": 0}, "n=0 must be a whole number of at least 1"),
+        ({"top_logprobs": -1}, "top_logprobs=-1 must be a whole number of at least 0"),
+        ({"stop": ["a", ""]}, "stop=('a', '') must be strings of at least one character"),
+        ({"stop": [3]}, "stop=(3,) must be strings of at least one character"),
     ],
 )
 def test_values_out_of_range_are_refused(params: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_the_most_probable_tokens_come_best_first_and_ties_in_order() -> None:
+    logits = torch.stack([LOGITS, torch.zeros(8), -LOGITS])
+    wide = torch.log_softmax(logits.double(), -1)
+    for k in (1, 3, 8, 20):
+        for row, top in zip(wide.tolist(), top_log_probabilities(logits, k), strict=True):
+            order = sorted(range(8), key=lambda i, row=row: (-row[i], i))[:k]
+            assert len(top) == min(k, 8)
+            assert [p for _, p in top] == pytest.approx([row[i] for i in order], abs=1e-6)
+            assert [i for i, _ in top] == order
+    (among,) = top_log_probabilities(LOGITS[None], 9, among=3)
+    assert [i for i, _ in among] == [1, 0, 2]
+    assert among[0][1] == pytest.approx(wide[0, 1].item(), abs=1e-6)
+    assert top_log_probabilities(logits, 0) == [(), (), ()]
+
+
+def test_each_sample_has_its_own_seed_and_the_first_the_given_one() -> None:
+    params = SamplingParams(n=4, seed=7, temperature=1.0, stop="x")
+    each = params.each()
+    assert [one.n for one in each] == [1] * 4
+    assert each[0].seed == 7
+    assert len({one.seed for one in each}) == 4
+    assert {one.stop for one in each} == {("x",)}
+    assert SamplingParams(n=2, seed=7).each()[1].seed == each[1].seed
+    assert SamplingParams(n=2, seed=8).each()[1].seed != each[1].seed
+    alone = SamplingParams(seed=3)
+    assert alone.each() == (alone,)

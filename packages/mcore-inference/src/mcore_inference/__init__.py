@@ -3,7 +3,7 @@
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.engine import Engine
 from mcore_inference.llm import LLM, Prompt, load_weights
-from mcore_inference.output import completion, continuation
+from mcore_inference.output import completion
 from mcore_inference.request import Completion, FinishReason, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import (
@@ -13,8 +13,10 @@ from mcore_inference.sampling import (
     greedy,
     log_probabilities,
     sample,
+    top_log_probabilities,
 )
 from mcore_inference.scheduler import Scheduler
+from mcore_inference.text import TextStream, continuation
 from mcore_inference.weights import WeightLink, model_tensors
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Scheduler",
+    "TextStream",
     "WeightLink",
     "allowed_probabilities",
     "completion",
@@ -38,4 +41,5 @@ __all__ = [
     "log_probabilities",
     "model_tensors",
     "sample",
+    "top_log_probabilities",
 ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import torch
+from torch import Tensor
+
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
-from mcore_inference.sampling import draw, log_probabilities
+from mcore_inference.sampling import Tops, draw, log_probabilities, top_log_probabilities
 from mcore_inference.scheduler import Scheduler
 from mcore_inference.weights import WeightLink
 
@@ -53,12 +56,7 @@ class Engine:
             ValueError: as `add` does, and which of several it was; then none has run.
             FloatingPointError: as `step` does; then all of them are dropped.
         """
-        for index, request in enumerate(requests):
-            try:
-                self.check(request)
-            except ValueError as error:
-                which = f"prompt {index + 1} of {len(requests)}: " if len(requests) > 1 else ""
-                raise ValueError(f"{which}{error}") from None
+        self.check_each(requests)
         try:
             for request in requests:
                 self.add(request)
@@ -132,20 +130,56 @@ class Engine:
             (sequence, request.tokens_from(self._cache.length(sequence)))
             for request, sequence in zip(running, sequences, strict=True)
         ]
-        logits = self.runner(new, self._cache).float()
-        for request, peak in zip(running, logits.amax(-1).tolist(), strict=True):
-            if not math.isfinite(peak):
-                raise FloatingPointError(
-                    f"the model's logits after {request.num_tokens} tokens are not finite "
-                    f"(largest: {peak}): check its weights"
-                )
+        wanted = [len(request.prompt) if request.wants_prompt else 1 for request in running]
+        logits = self.runner(new, self._cache, wanted).float()
+        _check_finite(logits, running, wanted)
+        rows = torch.split(logits, wanted)
+        for request, own in zip(running, rows, strict=True):
+            if request.wants_prompt:
+                self._report_prompt(request, own[:-1])
+        if len(logits) > len(running):
+            going = [row for row, request in enumerate(running) if request.finish_reason is None]
+            running = [running[row] for row in going]
+            logits = torch.stack([rows[row][-1] for row in going]) if going else logits[:0]
+        if running:
+            self._generate(running, logits)
+
+    def _report_prompt(self, request: Request, logits: Tensor) -> None:
+        """Tell a request how probable its prompt was, by the logits [P-1, V] after each token."""
+        targets = torch.tensor(request.prompt[1:], device=logits.device)
+        tops = top_log_probabilities(logits, request.params.top_logprobs, among=self.vocab_size)
+        request.take_prompt(log_probabilities(logits, targets).tolist(), tops)
+
+    def _generate(self, running: list[Request], logits: Tensor) -> None:
+        """Give each request its next token, by its row of logits [N, V]."""
         generated = [len(request.tokens) for request in running]
         known = logits[:, : self.vocab_size]
         chosen, drawn = draw(known, [request.params for request in running], generated)
         raw = log_probabilities(logits, chosen)
-        columns = (chosen.tolist(), raw.tolist(), drawn.tolist())
-        for request, token, logprob, sampling in zip(running, *columns, strict=True):
-            request.append(token, logprob, sampling)
+        columns = (chosen.tolist(), raw.tolist(), drawn.tolist(), self._tops(running, logits))
+        for request, token, logprob, sampling, top in zip(running, *columns, strict=True):
+            request.append(token, logprob, sampling, top)
+
+    def _tops(self, running: list[Request], logits: Tensor) -> Tops:
+        """The most probable tokens of each row, as many as its request asks for."""
+        asked = [request.params.top_logprobs for request in running]
+        tops: Tops = [()] * len(running)
+        rows = [row for row, count in enumerate(asked) if count]
+        if not rows:
+            return tops
+        found = top_log_probabilities(logits[rows], max(asked), among=self.vocab_size)
+        for row, top in zip(rows, found, strict=True):
+            tops[row] = top[: asked[row]]
+        return tops
+
+    def check_each(self, requests: Sequence[Request]) -> None:
+        """Raise the ValueError that `run` would."""
+        for index, request in enumerate(requests):
+            try:
+                self.check(request)
+            except ValueError as error:
+                which = f"prompt {index + 1} of {len(requests)}: " if len(requests) > 1 else ""
+                raise ValueError(f"{which}{error}") from None
 
     def check(self, request: Request) -> None:
         """Raise the ValueError that `add` would."""
@@ -168,3 +202,15 @@ class Engine:
                 f"a prompt of {prompt} tokens and max_tokens={most} do not fit the model's "
                 f"{limit} positions: use {advice}"
             )
+
+
+def _check_finite(logits: Tensor, running: list[Request], wanted: list[int]) -> None:
+    """Raise FloatingPointError where a request's rows of logits are not numbers."""
+    peaks = iter(logits.amax(-1).tolist())
+    for request, count in zip(running, wanted, strict=True):
+        for peak in [next(peaks) for _ in range(count)]:
+            if not math.isfinite(peak):
+                raise FloatingPointError(
+                    f"the model's logits after {request.num_tokens} tokens are not finite "
+                    f"(largest: {peak}): check its weights"
+                )

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 import mcore_ckpt
-from mcore_data import Tokenizer, load_tokenizer
+from mcore_data import ChatTemplate, Tokenizer, load_tokenizer
 from mcore_inference.engine import Engine
 from mcore_inference.output import completion
 from mcore_inference.request import Completion, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.text import TextStream
 from mcore_inference.weights import WeightLink, model_tensors
 from mcore_kernels import KernelConfig
 from mcore_models import GPT, ModelConfig, build_model
@@ -37,6 +38,8 @@ class LLM:
     Args:
         model: the whole model, or this rank's part of one cut over tp.
         tokenizer: its tokenizer. Only ids that it knows are sampled.
+        chat_template: how conversations become prompts; default a line per turn. The special token
+            with which it ends a turn ends a text, as the tokenizer's own end tokens do.
         max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
 
     Raises:
@@ -49,6 +52,7 @@ class LLM:
         model: GPT,
         tokenizer: Tokenizer,
         *,
+        chat_template: ChatTemplate | None = None,
         max_sequences: int = 64,
         max_batch_tokens: int = 8192,
     ) -> None:
@@ -60,6 +64,9 @@ class LLM:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.chat_template = chat_template or ChatTemplate.load(None, tokenizer)
+        ends = (tokenizer.eod_id, tokenizer.eos_id, self.chat_template.turn_end())
+        self.end_ids = frozenset(token for token in ends if token is not None)
         self.engine = Engine(
             ModelRunner(model),
             max_sequences=max_sequences,
@@ -72,6 +79,7 @@ class LLM:
         path: str | Path,
         *,
         tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | Path | None = None,
         mesh: ParallelMesh | None = None,
         dtype: torch.dtype = torch.float32,
         kernels: KernelConfig | None = None,
@@ -86,6 +94,7 @@ class LLM:
         Args:
             path: where the checkpoint lies. The one that rank 0 finds is taken, and its tokenizer.
             tokenizer: one, or where it lies, in place of the checkpoint's own.
+            chat_template: a file with one, in place of the one in the tokenizer's folder.
             mesh: the ranks over which to cut the model; default this process alone, on the CPU.
             dtype: of weights and hidden states.
             kernels: which operators to use (default: the best that run on the device).
@@ -97,18 +106,18 @@ class LLM:
             mcore_ckpt.CheckpointError: it is damaged.
         """
         mesh = mesh or ParallelMesh.single()
-        source = _open_together(path, tokenizer, mesh.world)
+        source = _open_together(path, tokenizer, chat_template, mesh.world)
         model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
         load_weights(model, source.folder)
         limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
-        return LLM(model, source.tokenizer, **limits)
+        return LLM(model, source.tokenizer, chat_template=source.chat_template, **limits)
 
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Return one completion per prompt, in order.
+        """Return one completion per prompt, in order; `n` in a row where its parameters say so.
 
         Args:
             prompts: a text, or several texts or lists of tokens; they are generated together.
@@ -129,12 +138,17 @@ class LLM:
             raise ValueError(
                 f"{len(asked)} prompts and {len(rules)} sampling parameters: give one, or one each"
             )
-        requests = [self._request(p, rule) for p, rule in zip(asked, rules, strict=True)]
-        self.engine.run(requests)
+        samples = [
+            [self.request(prompt, one) for one in rule.each()]
+            for prompt, rule in zip(asked, rules, strict=True)
+        ]
+        self.engine.check_each([group[0] for group in samples])
+        self.engine.run([request for group in samples for request in group])
         texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in asked]
         return [
             completion(self.tokenizer, text, request)
-            for text, request in zip(texts, requests, strict=True)
+            for text, group in zip(texts, samples, strict=True)
+            for request in group
         ]
 
     def update_weights(self, link: WeightLink, *, version: int | None = None) -> int:
@@ -145,11 +159,15 @@ class LLM:
         """
         return self.engine.update_weights(link, version=version)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams, *, follow: bool = False) -> Request:
+        """Return what `Engine.add` takes for one sample of a prompt.
+
+        `follow` has its text follow its tokens, as stop strings do in any case.
+        """
         tokenizer = self.tokenizer
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ends = frozenset(i for i in (tokenizer.eod_id, tokenizer.eos_id) if i is not None)
-        return Request(prompt=tuple(tokens), params=params, end_ids=ends)
+        tokens = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        text = TextStream(tokenizer, tokens, params.stop) if follow or params.stop else None
+        return Request(prompt=tokens, params=params, end_ids=self.end_ids, text=text)
 
 
 def load_weights(model: GPT, checkpoint: str | Path) -> None:
@@ -180,10 +198,14 @@ class _Source:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    chat_template: ChatTemplate
 
 
 def _open_together(
-    path: str | Path, tokenizer: Tokenizer | str | Path | None, world: Group
+    path: str | Path,
+    tokenizer: Tokenizer | str | Path | None,
+    chat_template: str | Path | None,
+    world: Group,
 ) -> _Source:
     """Return what rank 0 finds, or raise its error on every rank.
 
@@ -192,7 +214,7 @@ def _open_together(
     found: _Source | Exception | None = None
     if world.rank == 0:
         try:
-            found = _open(path, tokenizer)
+            found = _open(path, tokenizer, chat_template)
         except Exception as error:  # whatever it is: the others wait for an answer
             found = error
     found = broadcast_object(found, 0, world)
@@ -202,7 +224,11 @@ def _open_together(
     return found
 
 
-def _open(path: str | Path, tokenizer: Tokenizer | str | Path | None) -> _Source:
+def _open(
+    path: str | Path,
+    tokenizer: Tokenizer | str | Path | None,
+    chat_template: str | Path | None,
+) -> _Source:
     checkpoint = mcore_ckpt.open(path)
     folder = checkpoint.path
     config = _architecture(folder, checkpoint.state)
@@ -210,9 +236,12 @@ def _open(path: str | Path, tokenizer: Tokenizer | str | Path | None) -> _Source
         tokenizer = folder / "files" / "tokenizer"
         if not tokenizer.is_dir():
             raise ValueError(f"{folder} has no tokenizer in it: give one")
+    place = None
     if isinstance(tokenizer, str | Path):
+        place = Path(tokenizer) if Path(tokenizer).is_dir() else None
         tokenizer = load_tokenizer(tokenizer)
-    return _Source(folder=folder, config=config, tokenizer=tokenizer)
+    chat = ChatTemplate.load(place, tokenizer, file=chat_template)
+    return _Source(folder=folder, config=config, tokenizer=tokenizer, chat_template=chat)
 
 
 def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mcore_inference.sampling import SamplingParams
+from mcore_inference.sampling import SamplingParams, Tops
+from mcore_inference.text import TextStream
 
 FinishReason = Literal["stop", "length"]
 
@@ -20,6 +21,13 @@ class Request:
     `sampling_logprobs` are those under the distribution that the tokens were drawn from.
     `weights_version` is that of the engine's weights. `finish_reason` is None until the request is
     finished.
+
+    `text` follows the text while it is generated; stop strings need it. `top_logprobs` are the most
+    probable tokens at each of `tokens`; `prompt_logprobs` and `prompt_top_logprobs` are filled by
+    the pass over the prompt, one entry per token after the first: of that nothing is known.
+
+    Raises:
+        ValueError: the parameters ask for several samples, or for stop strings without `text`.
     """
 
     prompt: tuple[int, ...]
@@ -30,15 +38,30 @@ class Request:
     sampling_logprobs: list[float] = field(default_factory=list)
     weights_version: int = 0
     finish_reason: FinishReason | None = None
+    text: TextStream | None = None
+    top_logprobs: Tops = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: Tops = field(default_factory=list)
+    num_text_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.params.max_tokens == 0:
-            self.finish_reason = "length"
+        if self.params.n != 1:
+            raise ValueError(f"n={self.params.n}: a request is one sample, params.each() has them")
+        if self.params.stop and self.text is None:
+            raise ValueError(f"stop={self.params.stop!r} needs the text of the request")
+        if self.params.max_tokens == 0 and not self.wants_prompt:
+            self._finish("length")
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and those generated."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are asked for and not there yet."""
+        missing = len(self.prompt) - 1 - len(self.prompt_logprobs)
+        return self.params.prompt_logprobs and missing > 0
 
     @property
     def capacity(self) -> int:
@@ -51,21 +74,47 @@ class Request:
             return [*self.prompt[start:], *self.tokens]
         return self.tokens[start - len(self.prompt) :]
 
-    def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
+    def take_prompt(self, logprobs: list[float], tops: Tops) -> None:
+        """Take the log-probabilities of the prompt's tokens after the first."""
+        self.prompt_logprobs = logprobs
+        self.prompt_top_logprobs = tops
+        if self.params.max_tokens == 0:
+            self._finish("length")
+
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        sampling_logprob: float,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> None:
         """Take the next token, and finish if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampling_logprobs.append(sampling_logprob)
+        self.top_logprobs.append(top)
         ends = token in self.end_ids and not self.params.ignore_eos
         if ends or token in self.params.stop_token_ids:
-            self.finish_reason = "stop"
+            self.num_text_tokens = len(self.tokens) - 1
+            self._finish("stop")
+            return
+        self.num_text_tokens = len(self.tokens)
+        if self.text is not None:
+            self.text.append(token)
+        if self.text is not None and self.text.stopped:
+            self._finish("stop")
         elif len(self.tokens) >= self.params.max_tokens:
-            self.finish_reason = "length"
+            self._finish("length")
+
+    def _finish(self, reason: FinishReason) -> None:
+        if self.text is not None:
+            self.text.close()
+        self.finish_reason = reason
 
     @property
     def text_tokens(self) -> list[int]:
-        """The tokens generated, without the one that ended the text."""
-        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+        """The tokens generated, without an end or stop token."""
+        return self.tokens[: self.num_text_tokens]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +123,8 @@ class Completion:
 
     Attributes:
         prompt: the text that was continued.
-        text: the continuation alone, without the token that ended it.
+        text: the continuation alone, without the token or string that ended it, and without a
+            character of which the end cuts off bytes.
         prompt_token_ids: the tokens of the prompt.
         token_ids: the tokens generated, the one that ended the text included.
         logprobs: natural log-probability of each of `token_ids` under the model itself, before
@@ -82,7 +132,11 @@ class Completion:
         sampling_logprobs: that of each of `token_ids` under the distribution it was drawn from,
             after temperature and cut-offs; 0 at temperature 0.
         weights_version: of the weights that all of it was generated with, see `LLM.update_weights`.
-        finish_reason: "stop" at an end or stop token, "length" at `max_tokens`.
+        finish_reason: "stop" at an end or stop token or a stop string, "length" at `max_tokens`.
+        top_logprobs: for each of `token_ids`, the `SamplingParams.top_logprobs` most probable
+            tokens with their log-probabilities, best first.
+        prompt_logprobs: of each of `prompt_token_ids`, None for the first; empty unless asked for.
+        prompt_top_logprobs: the most probable tokens at each of them, none at the first.
     """
 
     prompt: str
@@ -93,3 +147,6 @@ class Completion:
     sampling_logprobs: tuple[float, ...]
     weights_version: int
     finish_reason: FinishReason
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()

@@ -1,6 +1,6 @@
 """One forward pass over the new tokens of several sequences.
 
-T new tokens of M sequences, V vocabulary entries.
+T new tokens of M sequences, R logits wanted, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ class ModelRunner:
         self.model = model
 
     @torch.inference_mode()
-    def __call__(self, new: Sequence[tuple[int, list[int]]], cache: ContiguousCache) -> Tensor:
-        """Return the logits [M, V] after the last new token of each of M sequences.
+    def __call__(
+        self,
+        new: Sequence[tuple[int, list[int]]],
+        cache: ContiguousCache,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the logits [R, V] after the last new tokens of each of M sequences.
 
         All-gathers over the tensor-parallel group.
 
         Args:
             new: each sequence's id in the cache and its new tokens, at least one.
             cache: keys and values so far; extended by this pass.
+            wanted: of how many of its last new tokens to give each sequence's logits; default 1.
         """
         device = next(self.model.parameters()).device
         starts = [cache.length(sequence) for sequence, _ in new]
@@ -57,6 +63,8 @@ class ModelRunner:
             cu_seqlens=bounds.to(torch.int32),
             max_seqlen=max(counts),
         )
-        logits = self.model.stage_forward(batch, cache=cache, logits_at=bounds[1:] - 1)
+        tails = zip(accumulate(counts), wanted or [1] * len(counts), strict=True)
+        rows = torch.tensor([i for end, n in tails for i in range(end - n, end)], device=device)
+        logits = self.model.stage_forward(batch, cache=cache, logits_at=rows)
         vocab_size = self.model.config.vocab_size
         return gather_logits(logits, self.model.mesh.tp, vocab_size=vocab_size)

@@ -6,12 +6,15 @@ N sequences, V vocabulary entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mcore_parallel import RngKey
+
+Tops = list[tuple[tuple[int, float], ...]]
+"""For each of several places, the most probable tokens with their log-probabilities."""
 
 # Logits come in float32 or less: a sum that misses top_p by this share of the tail has reached it.
 _TOP_P_TOLERANCE = 1e-6
@@ -29,9 +32,14 @@ class SamplingParams:
             least this probability; 1 keeps all.
         seed: the random number for a token is a function of the seed and of how many tokens were
             generated before it, so that a sample does not depend on what else is in the batch.
-            Several samples of one prompt need several seeds.
+            Several samples of one prompt need several seeds: `n` makes them.
         stop_token_ids: tokens that end the text, besides the tokenizer's own.
         ignore_eos: go on past the tokenizer's end token.
+        stop: strings that end the text, wherever tokens begin and end; they do not belong to it.
+        n: how many samples to draw of the prompt, see `each`.
+        top_logprobs: how many of the most probable tokens to report at each place, with their
+            log-probabilities under the model itself.
+        prompt_logprobs: report the log-probabilities of the prompt's own tokens as well.
 
     Raises:
         ValueError: a value is out of range.
@@ -44,12 +52,16 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k"):
+        for name, least in (("max_tokens", 0), ("top_k", 0), ("n", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
-            if not _is_whole(value) or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
+            if not _is_whole(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if not _is_whole(self.seed):
             raise ValueError(f"seed={self.seed!r} must be a whole number")
         if not 0 <= self.temperature < float("inf"):
@@ -57,6 +69,19 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in 0 < top_p <= 1")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop={stop!r} must be strings of at least one character")
+        object.__setattr__(self, "stop", stop)
+
+    def each(self) -> tuple[SamplingParams, ...]:
+        """Return the parameters of each of the `n` samples; the first has this seed itself."""
+        if self.n == 1:
+            return (self,)
+        seeds = [
+            RngKey(self.seed).fold("choice", i).seed if i else self.seed for i in range(self.n)
+        ]
+        return tuple(replace(self, n=1, seed=seed) for seed in seeds)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -124,6 +149,26 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return ln p [N] of `tokens` [N] under the softmax of logits [N, V], in float32."""
     logits = logits.float()
     return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def top_log_probabilities(logits: Tensor, k: int, *, among: int | None = None) -> Tops:
+    """Return the k most probable tokens of each row of logits [N, V], best first.
+
+    Their log-probabilities are those of the whole row; with `among`, only the first so many tokens
+    are considered. Ties go to the lowest ids, as they do where the most probable token is taken.
+    """
+    if not k or not len(logits):
+        return [()] * len(logits)
+    total = logits.float().logsumexp(-1)
+    known = logits[:, :among].float()
+    # topk takes any of those that tie for the last place: so all that reach it, and sort.
+    least = known.topk(min(k, known.shape[-1])).values[:, -1:]
+    rows, ids = (known >= least).nonzero(as_tuple=True)
+    found: list[list[tuple[int, float]]] = [[] for _ in range(len(logits))]
+    columns = (rows.tolist(), ids.tolist(), (known[rows, ids] - total[rows]).tolist())
+    for row, token, logprob in zip(*columns, strict=True):
+        found[row].append((token, logprob))
+    return [tuple(sorted(row, key=lambda pair: (-pair[1], pair[0]))[:k]) for row in found]
 
 
 def _cut(p: Tensor, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
