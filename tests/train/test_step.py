@@ -81,8 +81,9 @@ def test_the_mean_is_over_tokens(prefix: Path) -> None:
         one = GlobalCounts(tokens=1.0)
         sums.append(float(session.model.loss(batch, counts=one).detach()))
     assert len(set(counts)) > 1
-    share, tokens = Step(session).accumulate(batches, RngKey(0))
-    assert tokens == sum(counts)
+    found = Step(session).accumulate(batches, RngKey(0))
+    share = found.loss
+    assert found.tokens == sum(counts)
     assert float(share) == pytest.approx(sum(sums) / sum(counts), rel=1e-6)
     of_means = sum(s / c for s, c in zip(sums, counts, strict=True)) / len(sums)
     assert float(share) != pytest.approx(of_means, rel=1e-5)

@@ -142,22 +142,24 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _parity(args: argparse.Namespace, rest: list[str]) -> int:
     from mcore_parallel import ParallelConfig
-    from mcore_train.parity import parity
+    from mcore_train.parity import LEAST_MARGIN, parity
 
     if args.train_steps < 1:
         raise ValueError(f"--train-steps {args.train_steps} must be at least 1")
     layouts = [ParallelConfig.parse(text) for text in args.layout]
     good = True
     for report in parity(_load(args, rest), layouts, steps=args.train_steps):
-        worst = " ".join(
-            f"{kind} {report.worst(kind).ratio:.1e}" for kind in ("loss", "gradient", "parameter")
-        )
+        kinds = [kind for kind in report.kinds if kind != "copy"]
+        worst = " ".join(f"{kind} {report.worst(kind).ratio:.1e}" for kind in kinds)
         failure = report.first_failure()
         verdict = "equal"
         if failure is not None:
             good = False
             verdict = f"DIFFERS, first in {failure.kind} {failure.name} by {failure.ratio:.1e}"
-        print(f"{report.layout} on {report.world_size}: {verdict} (largest: {worst})", flush=True)
+        line = f"{report.layout} on {report.world_size}: {verdict} (largest: {worst})"
+        if report.margin < LEAST_MARGIN:
+            line += f"; a router's choice hangs on {report.margin:.1e}: another seed is safer"
+        print(line, flush=True)
     return 0 if good else 1
 
 

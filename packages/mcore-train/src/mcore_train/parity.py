@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mcore_models.common.moe import Router, Routing
 from mcore_parallel import (
     LayoutTensor,
     ParallelConfig,
@@ -37,19 +38,25 @@ from mcore_train.step import Step
 TOLERANCE = 1e-5
 FLOOR = 1e-3
 LEAST_EPS = 1e-4
+LEAST_MARGIN = 1e-5
+"""Scores of experts that lie nearer to each other may change places by rounding alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a training run of a few steps gave: losses, first gradients and last parameters.
 
-    `diverged` names the tensors whose copies on different ranks are not the same, bit for bit.
+    `auxiliary` are the losses of the layers in each step, by name. `diverged` names the tensors
+    whose copies on different ranks are not the same, bit for bit. `margin` is how near the router's
+    scores of an expert that was chosen and of one that was not have come (infinite without).
     """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+    auxiliary: tuple[Mapping[str, float], ...] = ()
     diverged: tuple[str, ...] = ()
+    margin: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,7 @@ class Difference:
     """How far one quantity is from the reference, relative to what the metric allows for it.
 
     `ratio` is the norm of the difference divided by the larger of the reference's norm and the
-    floor; `kind` is loss, gradient, parameter or copy.
+    floor; `kind` is loss, auxiliary, gradient, parameter or copy.
     """
 
     kind: str
@@ -72,19 +79,29 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The comparison of one layout: all differences, in the order of the model."""
+    """The comparison of one layout: all differences, in the order of the model.
+
+    With a `margin` (of the run in one process) below `LEAST_MARGIN` a router's choice might differ
+    by rounding alone, and tensors after it: what differs then says little.
+    """
 
     layout: str
     world_size: int
     differences: tuple[Difference, ...]
+    margin: float = math.inf
 
     @property
     def holds(self) -> bool:
         """Whether every difference is within the tolerance."""
         return all(difference.holds for difference in self.differences)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of differences that there are, in order."""
+        return tuple(dict.fromkeys(difference.kind for difference in self.differences))
+
     def worst(self, kind: str) -> Difference:
-        """The largest difference of a kind."""
+        """The largest difference of a kind, which must be among `kinds`."""
         of_kind = [d for d in self.differences if d.kind == kind]
         return max(of_kind, key=lambda d: float("inf") if d.ratio != d.ratio else d.ratio)
 
@@ -114,24 +131,35 @@ def comparable(config: TrainConfig) -> TrainConfig:
 def record(config: TrainConfig, mesh: ParallelMesh, steps: int) -> Record | None:
     """Train `steps` steps under `mesh` and return everything on its rank 0 (None elsewhere)."""
     session = build_session(config, mesh)
+    margins = _watch_margins(session.model)
     step = Step(session)
     batches = session.data.batches()
     losses: list[float] = []
+    auxiliary: list[dict[str, float]] = []
     gradients: dict[str, Tensor] = {}
     for index in range(steps):
-        share, _ = step.accumulate(next(batches), session.rng.next("dropout"))
-        losses.append(float(all_reduce(share, mesh.world)))
+        shares = step.accumulate(next(batches), session.rng.next("dropout"))
+        loss, *values = shares.totals(mesh)
+        losses.append(loss)
+        auxiliary.append(dict(zip(shares.auxiliary, values, strict=True)))
         if index == 0:
             gradients = _gather(session.buckets.gradients(), mesh)
         step.update(learning_rate(config.schedule, index, config.steps))
     parameters = _gather(_parameters(session), mesh)
     diverged = _diverged(session)
+    nearest = torch.tensor(min(margins), dtype=torch.float64, device=mesh.device)
+    margin = float(all_reduce(nearest, mesh.world, "min"))
     session.close()
     session.buckets.close()
     if mesh.rank:
         return None
     return Record(
-        losses=tuple(losses), gradients=gradients, parameters=parameters, diverged=diverged
+        losses=tuple(losses),
+        gradients=gradients,
+        parameters=parameters,
+        auxiliary=tuple(auxiliary),
+        diverged=diverged,
+        margin=margin,
     )
 
 
@@ -141,10 +169,21 @@ def compare(reference: Record, other: Record, *, layout: str, world_size: int) -
         Difference(kind="loss", name=f"step {i}", ratio=abs(a - b) / abs(a))
         for i, (a, b) in enumerate(zip(reference.losses, other.losses, strict=True))
     ]
+    for i, (mine, theirs) in enumerate(zip(reference.auxiliary, other.auxiliary, strict=True)):
+        rows += [
+            Difference(
+                kind="auxiliary",
+                name=f"{name} of step {i}",
+                ratio=abs(mine[name] - theirs[name]) / max(abs(mine[name]), 1e-30),
+            )
+            for name in mine
+        ]
     rows += _differences("gradient", reference.gradients, other.gradients)
     rows += _differences("parameter", reference.parameters, other.parameters)
     rows += [Difference(kind="copy", name=name, ratio=math.inf) for name in other.diverged]
-    return Report(layout=layout, world_size=world_size, differences=tuple(rows))
+    return Report(
+        layout=layout, world_size=world_size, differences=tuple(rows), margin=reference.margin
+    )
 
 
 def parity(
@@ -183,7 +222,22 @@ def record_rank(tree: Mapping[str, Any], steps: int) -> Record | None:
 
 def world_size(layout: ParallelConfig) -> int:
     """The number of ranks of a layout; with dp None the fewest that it takes."""
-    return layout.tp * layout.cp * layout.pp * (layout.dp or 1)
+    experts = layout.ep * (layout.etp or layout.tp)
+    least = experts // math.gcd(experts, layout.tp * layout.cp) if layout.ep > 1 else 1
+    return layout.model_size * (layout.dp or least)
+
+
+def _watch_margins(model: nn.Module) -> list[float]:
+    """Return a list that takes the margin of every choice of a router from now on."""
+    margins = [math.inf]
+
+    def watch(module: nn.Module, args: Any, routing: Routing) -> None:
+        margins.append(routing.margin())
+
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(watch)
+    return margins
 
 
 def _parameters(session: Session) -> dict[str, LayoutTensor]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mcore_models import GPT, GlobalCounts, TokenBatch
+from mcore_models import GPT, AuxiliaryLosses, GlobalCounts, TokenBatch
 from mcore_parallel import (
     Action,
     ParallelMesh,
@@ -28,7 +28,8 @@ class StepMetrics:
     """What a step did. `loss` is the mean over all valid tokens of the global batch, in nats.
 
     `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end, `extra`
-    further numbers for the logs, by name.
+    further numbers for the logs, by name: first of all the auxiliary losses of the layers, which
+    were part of the gradient and are not in `loss`.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StageLoss(Protocol):
         *,
         counts: GlobalCounts,
         rng: RngKey | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ) -> Tensor:
         """Return this micro-batch's share of the loss, a scalar, the same on all ranks of tp.
 
@@ -60,6 +62,7 @@ class StageLoss(Protocol):
             hidden: what the stage before returned.
             counts: totals over the global batch, by which sums are divided.
             rng: key of this step's dropout.
+            auxiliary: for `stage_forward`: takes the losses of the layers.
         """
         ...
 
@@ -70,6 +73,26 @@ class TrainStep(Protocol):
     def __call__(self, batches: Any, *, lr: float, rng: RngKey, stop: bool = False) -> StepMetrics:
         """Change the weights once (or several times) and tell how it went; all ranks call it."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulated:
+    """This rank's share of a step's losses; over the mesh the shares add up to the values.
+
+    `loss` is a float64 scalar, and so is each of `auxiliary`, by name and in one order everywhere.
+    `tokens` are the valid tokens of the whole global batch.
+    """
+
+    loss: Tensor
+    tokens: int
+    auxiliary: Mapping[str, Tensor]
+
+    def totals(self, mesh: ParallelMesh, *others: float) -> list[float]:
+        """Return the values: loss, auxiliary losses, sums of `others`; reduces over mesh.world."""
+        shares = [self.loss, *self.auxiliary.values(), *map(torch.tensor, others)]
+        report = torch.stack([share.to(mesh.device, torch.float64) for share in shares])
+        values: list[float] = all_reduce(report, mesh.world).tolist()
+        return values
 
 
 class Step:
@@ -85,29 +108,27 @@ class Step:
         self.loss = loss
         self.actions = stage_actions(session.mesh, session.plan.micro_batches)
 
-    def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> tuple[Tensor, int]:
-        """Leave the gradient of the whole global batch in the buckets.
-
-        Returns:
-            This rank's share of the loss, a float64 scalar (over the mesh the shares add up to the
-            mean over all valid tokens), and the number of those tokens.
-        """
+    def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> Accumulated:
+        """Leave the gradient of the whole global batch in the buckets."""
         session = self.session
         model, mesh = session.model.train(), session.mesh
         tokens = count_tokens(batches, mesh)
         counts = GlobalCounts(tokens=tokens)
+        auxiliary = model.auxiliary_losses(counts)
 
         def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
             if mesh.is_last_stage:
-                return self.loss(model, batch, hidden, counts=counts, rng=rng)
-            return model.stage_forward(batch, hidden, rng=rng)
+                return self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
+            return model.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
 
         session.buckets.zero()
         outputs = run_schedule(
             self.actions, stage, batches, session.channel, around=session.buckets.around
         )
         session.buckets.finish()
-        return loss_share(outputs, mesh), tokens
+        return Accumulated(
+            loss=loss_share(outputs, mesh), tokens=tokens, auxiliary=auxiliary.shares()
+        )
 
     def update(self, lr: float) -> float:
         """Clip and update from the accumulated gradient; return its norm before clipping.
@@ -130,15 +151,21 @@ class Step:
                 parameter has been changed.
         """
         mesh = self.session.mesh
-        share, tokens = self.accumulate(batches, rng)
-        report = torch.stack([share, torch.tensor(float(stop), dtype=torch.float64)])
-        loss, stops = all_reduce(report.to(mesh.device), mesh.world).tolist()
+        shares = self.accumulate(batches, rng)
+        loss, *auxiliary, stops = shares.totals(mesh, float(stop))
         if not math.isfinite(loss):
             raise FloatingPointError(self._not_finite(loss, self.session.optimizer.grad_norm()))
         norm = self.update(lr)
         if not math.isfinite(norm):
             raise FloatingPointError(self._not_finite(loss, norm))
-        return StepMetrics(loss=loss, tokens=tokens, grad_norm=norm, lr=lr, stop=stops > 0)
+        return StepMetrics(
+            loss=loss,
+            tokens=shares.tokens,
+            grad_norm=norm,
+            lr=lr,
+            stop=stops > 0,
+            extra=dict(zip(shares.auxiliary, auxiliary, strict=True)),
+        )
 
     def _not_finite(self, loss: float, norm: float) -> str:
         found = self.session.optimizer.find_nonfinite()

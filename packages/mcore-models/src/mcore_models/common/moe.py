@@ -4,6 +4,7 @@ T tokens of the micro-batch, N of them routed by this rank, E experts, k chosen 
 F inner width of an expert, H hidden, R rows that reach the experts of this rank, D documents.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,17 @@ class Routing:
     scores: Tensor
     experts: Tensor
     weights: Tensor
+
+    def margin(self) -> float:
+        """The least difference of scores between an expert that was chosen and one that was not.
+
+        Rounding below it changes no choice; infinite where there was nothing to choose.
+        """
+        top_k = self.experts.shape[1]
+        if not len(self.scores) or top_k == self.scores.shape[1]:
+            return math.inf
+        best = self.scores.detach().topk(top_k + 1, dim=-1).values
+        return float((best[:, -2] - best[:, -1]).min())
 
 
 class Router(nn.Module):
