@@ -16,7 +16,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/guides/*.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "docs/architecture.md",
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("docs/guides/*.md"),
+    ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("pip install", "git clone", "uv sync", "pytest", "cd ", "make ")
