@@ -109,19 +109,25 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = ctx.op.input_grad(dy, weight, ctx.counts) if need_x else None
-        dw = None
-        if need_weight:
-            dw = torch.zeros_like(weight)
-            out = dw if ctx.parameter is None else ctx.parameter.main_grad
-            ctx.op.weight_grad(dy, x, ctx.counts, out)
-            if ctx.parameter is not None:
-                ctx.parameter.grad_added_to_main = True
+        dw = _weight_grad(ctx, dy, x, weight) if need_weight else None
         db = None
         if need_bias:
             db = dy.new_zeros(len(ctx.counts), dy.shape[1])
             for i, rows in _groups(ctx.counts):
                 db[i] = dy[rows].sum(0)
         return dx, dw, db, None
+
+
+def _weight_grad(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if ctx.parameter is None:
+        dw = torch.zeros_like(weight)
+        ctx.op.weight_grad(dy, x, ctx.counts, dw)
+        return dw
+    ctx.op.weight_grad(dy, x, ctx.counts, ctx.parameter.main_grad)
+    ctx.parameter.grad_added_to_main = True
+    # Nobody reads it: only anomaly detection would, and mind what is in it.
+    empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
+    return empty(weight)
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

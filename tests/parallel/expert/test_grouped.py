@@ -1,0 +1,89 @@
+"""Many products in one call: values, gradients, and experts without rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.expert import SequentialLinear, grouped_linear
+from mcore_parallel.expert.permute import copies_in_order, in_order, inverse_of
+
+COUNTS = [(2, 0, 3), (0, 0, 5), (1, 1, 1), (0, 0, 0)]
+
+
+def data(rows: int, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return draw(rows, 4), draw(3, 2, 4), draw(3, 2) if bias else None
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+    expert = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    y = torch.einsum("ri,roi->ro", x, weight[expert])
+    return y if bias is None else y + bias[expert]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_products_and_gradients(counts: tuple[int, ...], bias: bool) -> None:
+    inputs = data(sum(counts), bias)
+    leaves = [leaf for leaf in inputs if leaf is not None]
+    y = grouped_linear(*inputs, counts, op=SequentialLinear())
+    want = plain(*inputs, counts)
+    torch.testing.assert_close(y, want)
+    grads = torch.autograd.grad((y * y).sum(), leaves)
+    for found, wanted in zip(grads, torch.autograd.grad((want * want).sum(), leaves), strict=True):
+        torch.testing.assert_close(found, wanted)
+    if counts[1] == 0:
+        assert not grads[1][1].any()
+
+
+def test_weight_gradients_go_to_the_main_buffer() -> None:
+    """In 16 bits products are added to the fp32 buffer unrounded, and autograd has nothing to add.
+
+    Frozen weights get none.
+    """
+    x = torch.randn(6, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(3, 2, 4, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(3, 2, 4)  # type: ignore[attr-defined]
+    weight.grad_added_to_main = False  # type: ignore[attr-defined]
+    for _ in range(2):
+        y = grouped_linear(x, weight, None, (2, 0, 4), op=SequentialLinear())
+        assert y.dtype == torch.bfloat16
+        y.backward(torch.ones_like(y))
+    assert weight.grad_added_to_main  # type: ignore[attr-defined]
+    rows = x.detach().float()
+    sums = torch.stack([rows[:2].sum(0), torch.zeros(4), rows[2:].sum(0)])
+    wanted = 2 * sums[:, None].expand(3, 2, 4)
+    torch.testing.assert_close(weight.main_grad, wanted)  # type: ignore[attr-defined]
+    frozen = weight.detach()
+    x.grad = None
+    grouped_linear(x, frozen, None, (2, 0, 4), op=SequentialLinear()).sum().backward()
+    assert x.grad is not None
+    assert frozen.grad is None
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    x, weight, _ = data(5, False)
+    for counts in ((2, 3), (2, 2, 2)):
+        with pytest.raises(ValueError, match="3 numbers, one for each expert, that add up to 5"):
+            grouped_linear(x, weight, None, counts, op=SequentialLinear())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_moving_rows_has_the_gradients_of_indexing(rows: int) -> None:
+    copies = 3
+    order = torch.randperm(rows * copies, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
+    factors = torch.randn(rows * copies, 2, dtype=torch.float64)
+    moved = copies_in_order(x, copies, order, inverse_of(order))
+    assert torch.equal(moved, x[order // copies])
+    back = in_order(moved * factors, inverse_of(order), order)
+    assert torch.equal(back[order], moved * factors)
+    (grad,) = torch.autograd.grad(back.square().sum(), x)
+    (want,) = torch.autograd.grad((x[order // copies] * factors).square().sum(), x)
+    torch.testing.assert_close(grad, want)
