@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_parallel.pipeline import Action, check, one_f_one_b, simulate
+from mcore_parallel.pipeline import (
+    Action,
+    Line,
+    Schedule,
+    check,
+    make_schedule,
+    one_f_one_b,
+    simulate,
+)
 
 
 def stage_list(text: str, stage: int) -> list[Action]:
@@ -17,8 +25,8 @@ def stage_list(text: str, stage: int) -> list[Action]:
     return actions
 
 
-def read(*stages: str) -> list[list[Action]]:
-    return [stage_list(text, i) for i, text in enumerate(stages)]
+def read(*stages: str, line: Line | None = None) -> Schedule:
+    return Schedule([stage_list(text, i) for i, text in enumerate(stages)], line)
 
 
 GOOD = ("F0 SEND_F0 RECV_B0 B0", "RECV_F0 F0 B0 SEND_B0")
@@ -42,7 +50,37 @@ def test_split_weight_gradients():
     schedule = read("F0 SEND_F0 RECV_B0 B0 W0", "RECV_F0 F0 B0 SEND_B0 W0")
     check(schedule)
     with pytest.raises(ValueError, match="stage 0, W of chunk 0, micro-batch 0: is missing"):
-        check([[a for a in schedule[0] if a.kind != "W"], schedule[1]])
+        check(Schedule([[a for a in schedule[0] if a.kind != "W"], schedule[1]]))
+
+
+V = Line(num_stages=2, num_chunks=2, zigzag=True)
+V_GOOD = (
+    "F0 SEND_F0 RECV_F0.1 F0.1 B0.1 SEND_B0.1 RECV_B0 B0",
+    "RECV_F0 F0 F0.1 SEND_F0.1 RECV_B0.1 B0.1 B0 SEND_B0",
+)
+
+
+def test_chunks_next_to_each_other_on_a_stage_need_no_message():
+    """The line 0.0 1.0 1.1 0.1 turns on stage 1."""
+    check(read(*V_GOOD, line=V))
+    for wrong, message in (
+        (
+            "RECV_F0 F0.1 F0 SEND_F0.1 RECV_B0.1 B0.1 B0 SEND_B0",
+            "F of chunk 1, .* the F of chunk 0",
+        ),
+        (
+            "RECV_F0 F0 F0.1 SEND_F0.1 RECV_B0.1 B0 B0.1 SEND_B0",
+            "B of chunk 0, .* the B of chunk 1",
+        ),
+        ("RECV_F0 F0 SEND_F0 " + V_GOOD[1][11:], "SEND_F of chunk 0, .*: has no place"),
+    ):
+        with pytest.raises(ValueError, match=rf"^stage 1, {message}"):
+            check(read(V_GOOD[0], wrong, line=V))
+
+
+def test_the_line_has_as_many_stages_as_the_schedule():
+    with pytest.raises(ValueError, match="the schedule has 2 stages, its line 3"):
+        check(read(*GOOD, line=Line(num_stages=3)))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +116,9 @@ def test_faults_name_stage_action_and_micro_batch(stages, message):
 
 def test_action_in_the_wrong_list():
     with pytest.raises(ValueError, match=r"stage 1, RECV_F .*: stands in the list of stage 0"):
-        check([[*stage_list(GOOD[0], 0), Action("RECV_F", 1, 0, 0)], stage_list(GOOD[1], 1)])
+        check(
+            Schedule([[*stage_list(GOOD[0], 0), Action("RECV_F", 1, 0, 0)], stage_list(GOOD[1], 1)])
+        )
 
 
 def test_missing_micro_batch():
@@ -99,22 +139,30 @@ def test_deadlock_names_every_stage_that_waits():
 
 def test_empty():
     with pytest.raises(ValueError, match="no stage"):
-        check([])
+        check(Schedule([]))
 
 
-@settings(deadline=None)
-@given(p=st.integers(2, 5), m=st.integers(1, 5), seed=st.integers(0, 2**31))
-def test_losing_or_moving_an_action_is_noticed_or_harmless(p, m, seed):
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v"]),
+    p=st.integers(2, 5),
+    m=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_losing_or_moving_an_action_is_noticed_or_harmless(kind, p, m, seed):
     """A mutated schedule that passes can really be run to its end; a lost action never passes."""
     rng = random.Random(seed)
-    schedule = one_f_one_b(p, m)
-    actions = schedule[rng.randrange(p)]
+    right = make_schedule(kind, p, m, chunks=2 if kind in ("interleaved", "zb-v") else 1)
+    lists = [list(actions) for actions in right]
+    actions = lists[rng.randrange(p)]
     action = actions.pop(rng.randrange(len(actions)))
     with pytest.raises(ValueError, match=f"stage {action.stage}, "):
-        check(schedule, num_microbatches=m)
+        check(Schedule(lists, right.line), num_microbatches=m)
     actions.insert(rng.randrange(len(actions) + 1), action)
+    moved = Schedule(lists, right.line)
     try:
-        check(schedule, num_microbatches=m)
+        check(moved, num_microbatches=m)
     except ValueError:
         return
-    assert sum(len(spans) for spans in simulate(schedule).spans) == 2 * p * m
+    computing = sum(action.kind in "FBW" for actions in right for action in actions)
+    assert sum(len(spans) for spans in simulate(moved).spans) == computing

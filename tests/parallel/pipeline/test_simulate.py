@@ -1,6 +1,15 @@
 import pytest
 
-from mcore_parallel.pipeline import Action, OpTimes, gpipe, one_f_one_b, simulate
+from mcore_parallel.pipeline import (
+    Action,
+    OpTimes,
+    Schedule,
+    chunk_times,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    simulate,
+)
 
 
 def test_transfer_time_delays_the_receiver_only():
@@ -22,15 +31,25 @@ def test_the_slowest_stage_sets_the_pace():
 
 
 def test_a_weight_gradient_half_holds_the_activations_until_it_is_done():
-    schedule = [[Action(kind, 0, 0, i) for kind in "FB" for i in range(2)]]
-    schedule[0] += [Action("W", 0, 0, i) for i in range(2)]
-    found = simulate(schedule, OpTimes(forward=1, backward=1, weight=1))
+    actions = [Action(kind, 0, 0, i) for kind in "FBW" for i in range(2)]
+    found = simulate(Schedule([actions]), OpTimes(forward=1, backward=1, weight=1))
     assert found.peak_activations == (2,)
     assert found.makespan == 6
-    split = [[Action(kind, 0, 0, i) for i in range(2) for kind in "FBW"]]
+    split = Schedule([[Action(kind, 0, 0, i) for i in range(2) for kind in "FBW"]])
     assert simulate(split).peak_activations == (1,)
 
 
 def test_nothing_to_do():
-    found = simulate([[]])
+    found = simulate(Schedule([[]]))
     assert (found.makespan, found.bubble_fraction, found.peak_activations) == (0.0, 0.0, (0,))
+
+
+def test_times_of_a_stage_are_cut_over_its_chunks_and_joined_without_a_split():
+    times = {"forward": 2.0, "backward": 4.0, "weight": 6.0, "transfer": 0.5}
+    whole = chunk_times(make_schedule("1f1b", 2, 2), **times)
+    assert whole == OpTimes(forward=2.0, backward=10.0, weight=0.0, transfer=0.5)
+    split = chunk_times(make_schedule("zb-v", 2, 2, chunks=2), **times)
+    assert split == OpTimes(forward=1.0, backward=2.0, weight=3.0, transfer=0.5)
+    for kind, chunks in (("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)):
+        schedule = make_schedule(kind, 3, 5, chunks=chunks)
+        assert simulate(schedule, chunk_times(schedule, **times)).busy == pytest.approx((60.0,) * 3)

@@ -133,6 +133,11 @@ def has_cpu_backend(pg: dist.ProcessGroup) -> bool:
     return "cpu:" in dist.get_backend_config(pg)
 
 
+def default_store() -> Any:
+    """Return the store of the current world, through which its ranks found each other."""
+    return c10d._get_default_store()
+
+
 def backend_of(pg: dist.ProcessGroup) -> str:
     """The backend string from which another group of the same kind is made."""
     return dist.get_backend(pg)

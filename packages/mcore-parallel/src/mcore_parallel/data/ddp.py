@@ -98,8 +98,12 @@ class GradientBuckets:
             self._sync = before
 
     def around(self, action: Action, last: bool) -> AbstractContextManager[None]:
-        """Return `no_sync()` for all but the last backward; made for `run_schedule`."""
-        return self.no_sync() if action.kind == "B" and not last else nullcontext()
+        """Return `no_sync()` for all but the last backward; made for `run_schedule`.
+
+        Where weight gradients are actions of their own, a parameter's last gradient comes in the
+        last B or in the last W of its chunk.
+        """
+        return self.no_sync() if action.kind in ("B", "W") and not last else nullcontext()
 
     def finish(self) -> None:
         """Return when every gradient is summed over all ranks that hold a part of it.

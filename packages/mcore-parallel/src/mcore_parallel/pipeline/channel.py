@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import deque
 from types import TracebackType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel.collectives import Work, receive_into, send_to
@@ -24,6 +25,8 @@ _DTYPES = (
 )
 _MAX_DIMS = 8
 _HEADER = 2 + _MAX_DIMS  # index of the dtype, number of dimensions, their sizes
+_PATIENCE = datetime.timedelta(minutes=30)  # torch's own default for gloo
+_LONG = datetime.timedelta(days=30)
 
 
 class Message:
@@ -34,29 +37,44 @@ class Message:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Return the tensor once it may be used."""
+        """Return the tensor once it may be used (on CUDA: by the current stream)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self._tensor.is_cuda:  # it may have been made for another stream
+                self._tensor.record_stream(torch.cuda.current_stream(self._tensor.device))
         return self._tensor
 
 
 class Sending:
     """A tensor on its way out, kept alive until it has left."""
 
-    def __init__(self, parts: list[tuple[Work, Tensor]]) -> None:
-        self._parts = parts
+    def __init__(self, header: Any, payload: Any, tensors: list[Tensor]) -> None:
+        self._header = header
+        self._payload = payload
+        self._tensors = tensors
 
-    def wait(self) -> None:
-        """Return once it has left, and let go of it."""
-        for work, _ in self._parts:
-            work.wait()
-        self._parts = []
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Return once it has left (on CUDA: for the current stream), and let go of it.
+
+        RuntimeError when the other side has not received it within `timeout`.
+        """
+        on_cpu = all(tensor.device.type == "cpu" for tensor in self._tensors)
+        for work in (self._header, self._payload if on_cpu else None):
+            if work is not None:
+                work.wait() if timeout is None else work.wait(timeout)
+        if self._payload is not None and not on_cpu:
+            self._payload.wait()  # with a timeout NCCL would make the host wait, too
+        self._header = self._payload = None
+        self._tensors = []
 
     @property
     def is_done(self) -> bool:
-        """Whether it has left. gloo does not know before it is asked to wait."""
-        return all(isinstance(work, dist.Work) and work.is_completed() for work, _ in self._parts)
+        """Whether it is known to have left. gloo does not know before it is asked to wait."""
+        if self._payload is None:
+            return self._header is None
+        # The payload is received after its header.
+        return bool(self._payload.is_completed())
 
 
 class Channel:
@@ -71,12 +89,22 @@ class Channel:
     block each other. So messages to a higher rank and to a lower one use two process groups. The
     second one is made here, by all stages together; `close()` destroys it.
 
-    device: where tensors come from and go to, `mesh.device`.
+    device: where tensors come from and go to, `mesh.device`. timeout: how long `run_schedule` waits
+    for a message before it raises and names who is in the way; default `pp.timeout`, else half an
+    hour.
     """
 
-    def __init__(self, pp: Group, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        pp: Group,
+        *,
+        device: torch.device | str = "cpu",
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
         self.group = pp
         self.device = torch.device(device)
+        self.timeout = timeout or pp.timeout or _PATIENCE
+        self.runs = 0
         self._headers = self._up = self._down = pp
         self._made: Group | None = None
         if pp.size > 1:
@@ -96,20 +124,25 @@ class Channel:
                 f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         sizes = list(tensor.shape) + [0] * (_MAX_DIMS - tensor.dim())
-        header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
-        parts = [(send_to(header, stage, self._headers), header)]
+        tensors = [torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *sizes])]
+        header = send_to(tensors[0], stage, self._headers)
+        payload = None
         if tensor.numel():
-            payload = tensor.detach().contiguous()
-            parts.append((send_to(payload, stage, self._link(self.group.rank, stage)), payload))
+            tensors.append(tensor.detach().contiguous())
+            payload = send_to(tensors[1], stage, self._link(self.group.rank, stage))
         while self._sent and self._sent[0].is_done:
             self._sent.popleft()
-        self._sent.append(Sending(parts))
+        self._sent.append(Sending(header, payload, tensors))
         return self._sent[-1]
 
     def receive(self, stage: int) -> Message:
-        """Wait for the header of the next message from `stage`, start receiving, return it."""
+        """Wait for the header of the next message from `stage`, start receiving, return it.
+
+        It waits as long as it takes. One thread at a time receives from a stage.
+        """
         header = torch.empty(_HEADER, dtype=torch.int64)
-        receive_into(header, stage, self._headers).wait()
+        work: Any = receive_into(header, stage, self._headers)
+        work.wait(_LONG)
         dtype, dims, *sizes = header.tolist()
         out = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=self.device)
         if not out.numel():

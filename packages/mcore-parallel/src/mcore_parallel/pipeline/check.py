@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from mcore_parallel.pipeline.actions import Action, Kind, Schedule, num_chunks, partner
+from mcore_parallel.pipeline.actions import Action, Kind, Line, Schedule
 from mcore_parallel.pipeline.simulate import simulate
 
 _BEFORE: tuple[tuple[Kind, Kind], ...] = (
@@ -24,15 +24,20 @@ def check(schedule: Schedule, *, num_microbatches: int | None = None) -> None:
 
     Every chunk has one forward of every micro-batch, and one backward (and one weight-gradient
     half) if any action of the schedule is one; every dependency is met on its stage; each send has
-    its receive, in the same order between any two stages; and with blocking receives and buffered
-    sends nothing waits for ever. `num_microbatches`: how many are expected; None takes it from the
-    schedule. ValueError names the stage, the action and the micro-batch.
+    its receive, in the same order between any two stages; neighbouring chunks on one stage need no
+    message but their order; and with blocking receives and buffered sends nothing waits for ever.
+    `num_microbatches`: how many are expected; None takes it from the schedule. ValueError names the
+    stage, the action and the micro-batch.
     """
-    if not schedule:
+    if not len(schedule):
         raise ValueError("the schedule has no stage")
+    if schedule.line.num_stages != len(schedule):
+        raise ValueError(
+            f"the schedule has {len(schedule)} stages, its line {schedule.line.num_stages}"
+        )
     _check_complete(schedule, num_microbatches)
     for actions in schedule:
-        _check_local_order(actions)
+        _check_local_order(actions, schedule.line)
     _check_pair_order(schedule)
     simulate(schedule)  # raises when a stage waits for ever
 
@@ -42,63 +47,79 @@ def _fault(action: Action, what: str) -> ValueError:
 
 
 def _check_complete(schedule: Schedule, num_microbatches: int | None) -> None:
+    line = schedule.line
     every = [action for actions in schedule for action in actions]
     kinds: set[Kind] = {action.kind for action in every}
-    chunks = num_chunks(every)
     count = num_microbatches or 1 + max((action.micro_batch for action in every), default=0)
-    last = chunks * len(schedule) - 1
-    expected = set()
-    for stage in range(len(schedule)):
-        for chunk in range(chunks):
-            position = chunk * len(schedule) + stage
-            wanted: list[Kind] = ["F"]
-            wanted += ["RECV_F"] if position > 0 else []
-            wanted += ["SEND_F"] if position < last else []
-            if kinds & {"B", "W", "SEND_B", "RECV_B"}:
-                wanted += ["B"]
-                wanted += ["SEND_B"] if position > 0 else []
-                wanted += ["RECV_B"] if position < last else []
-            wanted += ["W"] if "W" in kinds else []
-            expected |= {Action(k, stage, chunk, i) for k in wanted for i in range(count)}
     for stage, actions in enumerate(schedule):
+        wanted = _wanted(stage, line, kinds, count)
         seen: set[Action] = set()
         for action in actions:
             if action.stage != stage:
                 raise _fault(action, f"stands in the list of stage {stage}")
             if action in seen:
                 raise _fault(action, "stands there twice")
-            if action not in expected:
+            if action not in wanted:
                 raise _fault(
                     action,
-                    f"has no place in a schedule of {len(schedule)} stages, {chunks} chunks each, "
-                    f"and {count} micro-batches",
+                    f"has no place in a schedule of {line.num_stages} stages, {line.num_chunks} "
+                    f"chunks each, and {count} micro-batches",
                 )
             seen.add(action)
-        missing = [a for a in expected if a.stage == stage and a not in seen]
+        missing = wanted - seen
         if missing:
             raise _fault(min(missing, key=lambda a: (a.micro_batch, a.chunk, a.kind)), "is missing")
 
 
-def _check_local_order(actions: Sequence[Action]) -> None:
+def _wanted(stage: int, line: Line, kinds: set[Kind], count: int) -> set[Action]:
+    wanted: list[tuple[Kind, int]] = []
+    for chunk in range(line.num_chunks):
+        here = Action("F", stage, chunk, 0)
+        before, after = line.neighbour(here, -1), line.neighbour(here, +1)
+        from_other = before is not None and before[0] != stage
+        to_other = after is not None and after[0] != stage
+        chosen: list[Kind] = ["F"]
+        chosen += ["RECV_F"] if from_other else []
+        chosen += ["SEND_F"] if to_other else []
+        if kinds & {"B", "W", "SEND_B", "RECV_B"}:
+            chosen += ["B"]
+            chosen += ["SEND_B"] if from_other else []
+            chosen += ["RECV_B"] if to_other else []
+        chosen += ["W"] if "W" in kinds else []
+        wanted += [(kind, chunk) for kind in chosen]
+    return {Action(kind, stage, chunk, i) for kind, chunk in wanted for i in range(count)}
+
+
+def _check_local_order(actions: Sequence[Action], line: Line) -> None:
     place = {action: i for i, action in enumerate(actions)}
     for action, at in place.items():
-        for first, then in _BEFORE:
-            if action.kind == then:
-                needed = Action(first, action.stage, action.chunk, action.micro_batch)
-                if place.get(needed, -1) > at:
-                    raise _fault(action, f"comes before the {first} that it needs")
+        for needed in _needs(action, line):
+            if place.get(needed, -1) > at:
+                of = f" of chunk {needed.chunk}" if needed.chunk != action.chunk else ""
+                raise _fault(action, f"comes before the {needed.kind}{of} that it needs")
+
+
+def _needs(action: Action, line: Line) -> Iterator[Action]:
+    for first, then in _BEFORE:
+        if action.kind == then:
+            yield Action(first, action.stage, action.chunk, action.micro_batch)
+    if action.kind in ("F", "B"):
+        source = line.neighbour(action, -1 if action.kind == "F" else 1)
+        if source is not None and source[0] == action.stage:
+            yield Action(action.kind, action.stage, source[1], action.micro_batch)
 
 
 def _check_pair_order(schedule: Schedule) -> None:
+    line = schedule.line
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for stage, actions in enumerate(schedule):
         for action in actions:
             if action.is_send:
-                other = partner(action, len(schedule))
+                other = line.partner(action)
                 sent[stage, other.stage].append(other)
             elif action.is_receive:
-                received[partner(action, len(schedule)).stage, stage].append(action)
+                received[line.partner(action).stage, stage].append(action)
     for (source, target), expected in sorted(sent.items()):
         for want, have in zip_longest(expected, received[source, target]):
             if want != have:

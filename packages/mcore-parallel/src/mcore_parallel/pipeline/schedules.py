@@ -1,17 +1,19 @@
 """Pipeline schedules as pure functions: numbers in, the actions of every stage out.
 
-Names: p stages, m micro-batches.
+Names: p stages, v chunks on each, m micro-batches; F, B, W the times of forward, input-gradient and
+weight-gradient half of a whole stage. A bubble is the part of all stages' time that they are idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from mcore_parallel.pipeline.actions import Action
+from mcore_parallel.pipeline.actions import Action, Kind, Line, Schedule, with_messages
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Return the GPipe schedule: all forwards, then all backwards.
 
     The bubble is that of `one_f_one_b`, (p−1)/(m+p−1) for equal stages, but every stage keeps the
@@ -19,16 +21,13 @@ def gpipe(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     ValueError when a number is not positive.
     """
     _positive(num_stages, num_microbatches)
-    return [
-        [
-            *(a for i in range(num_microbatches) for a in _forward(s, i, num_stages)),
-            *(a for i in range(num_microbatches) for a in _backward(s, i, num_stages)),
-        ]
-        for s in range(num_stages)
-    ]
+    kinds: tuple[Kind, ...] = ("F", "B")
+    every = range(num_microbatches)
+    stages = [[Action(k, s, 0, i) for k in kinds for i in every] for s in range(num_stages)]
+    return with_messages(stages, Line(num_stages=num_stages))
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Return the 1F1B schedule: after a warm-up every stage alternates forward and backward.
 
     Stage s runs p−s−1 forwards ahead and so keeps the activations of at most p−s micro-batches; the
@@ -36,46 +35,185 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> list[list[Action]]:
     ValueError when a number is not positive.
     """
     _positive(num_stages, num_microbatches)
-    schedule = []
+    stages = []
     for s in range(num_stages):
-        ahead = min(num_stages - s - 1, num_microbatches)
-        actions: list[Action] = []
-        for i in range(ahead):
-            actions += _forward(s, i, num_stages)
-        for i in range(ahead, num_microbatches):
-            actions += _forward(s, i, num_stages)
-            actions += _backward(s, i - ahead, num_stages)
-        for i in range(num_microbatches - ahead, num_microbatches):
-            actions += _backward(s, i, num_stages)
-        schedule.append(actions)
-    return schedule
+        forwards = [Action("F", s, 0, i) for i in range(num_microbatches)]
+        backwards = [Action("B", s, 0, i) for i in range(num_microbatches)]
+        stages.append(_alternate(forwards, backwards, num_stages - s - 1))
+    return with_messages(stages, Line(num_stages=num_stages))
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], list[list[Action]]]] = MappingProxyType(
-    {"1f1b": one_f_one_b, "gpipe": gpipe}
+def interleaved(
+    num_stages: int, num_microbatches: int, *, chunks: int, group_size: int | None = None
+) -> Schedule:
+    """Return interleaved 1F1B: every stage holds v chunks and passes groups through one by one.
+
+    A group of `group_size` micro-batches (default p, the least possible) runs through the first
+    chunk of a stage before any of it runs through the second. Micro-batches that fill no group make
+    a last one of their own if they are at least p; else they are spread over the groups, so that
+    nobody waits for them. For equal stages the bubble is (p−1)/(v·m+p−1) for every m ≥ p; stage 0
+    keeps at most 2(p−1) + (v−1)·g + 1 chunks' activations, where g is the largest group. More
+    micro-batches in a group leave more time for messages, and cost memory.
+    Source: Narayanan et al. 2021, arXiv:2104.04473. ValueError when a number is not positive or a
+    group is smaller than p.
+    """
+    _positive(num_stages, num_microbatches, chunks=chunks)
+    group_size = num_stages if group_size is None else group_size
+    if group_size < num_stages:
+        raise ValueError(
+            f"a group of {group_size} micro-batches is smaller than the pipeline of {num_stages} "
+            f"stages, which would wait for itself: use a group size of {num_stages} or more"
+        )
+    if chunks == 1:
+        return one_f_one_b(num_stages, num_microbatches)
+    groups = _groups(num_microbatches, group_size, num_stages)
+    ahead = (chunks - 1) * max(len(group) for group in groups)
+    stages = []
+    for s in range(num_stages):
+        forwards = [Action("F", s, c, i) for g in groups for c in range(chunks) for i in g]
+        backwards = [Action("B", s, c, i) for g in groups for c in range(chunks)[::-1] for i in g]
+        stages.append(_alternate(forwards, backwards, 2 * (num_stages - s - 1) + ahead))
+    return with_messages(stages, Line(num_stages=num_stages, num_chunks=chunks))
+
+
+def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+    """Return ZB-H1: 1F1B whose weight gradients are put off into the bubble.
+
+    Stage s computes the weight gradient of a micro-batch s backwards later, so that the stage
+    before gets its gradients sooner. For equal stages and m ≥ p the bubble takes
+    (p−1)·(F + max(0, B−W)) instead of (p−1)·(F+B+W), with the peak memory of 1F1B: no stage keeps
+    more than min(p, m) micro-batches. Source: Qi et al. 2023, arXiv:2401.10241.
+    ValueError when a number is not positive.
+    """
+    _positive(num_stages, num_microbatches)
+    stages = []
+    for s in range(num_stages):
+        forwards = [Action("F", s, 0, i) for i in range(num_microbatches)]
+        backwards = [Action("B", s, 0, i) for i in range(num_microbatches)]
+        mine: list[Action] = []
+        for action in _alternate(forwards, backwards, num_stages - s - 1):
+            mine.append(action)
+            if action.kind == "B" and action.micro_batch >= s:
+                mine.append(Action("W", s, 0, action.micro_batch - s))
+        left = range(max(0, num_microbatches - s), num_microbatches)
+        stages.append([*mine, *(Action("W", s, 0, i) for i in left)])
+    return with_messages(stages, Line(num_stages=num_stages))
+
+
+def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """Return ZB-V: two chunks on each stage, the line running down the stages and back up.
+
+    The first stage holds both ends of the model, so it has the loss as soon as anybody, and the
+    weight gradients fill what would be the bubble. For equal stages, F = B = W and m ≥ 2p−1 only
+    the start remains, (p−1)·F/2; no stage keeps more than p micro-batches' activations (2p of its
+    chunks'). Source: Qi et al. 2024, arXiv:2405.15362. ValueError when a number is not positive.
+    """
+    _positive(num_stages, num_microbatches)
+    # Its phases need 2p−1 micro-batches. An order without those that do not exist is still one in
+    # which nothing waits for ever.
+    count = max(num_microbatches, 2 * num_stages - 1)
+    stages = []
+    for s in range(num_stages):
+        order = _v_order(num_stages, s, count)
+        stages.append([action for action in order if action.micro_batch < num_microbatches])
+    return with_messages(stages, Line(num_stages=num_stages, num_chunks=2, zigzag=True))
+
+
+def _v_order(p: int, s: int, count: int) -> Iterable[Action]:
+    """Write the phases of ZB-V as kinds and chunks; micro-batches are counted for each of them."""
+    f0, b0, w0 = _words(0)
+    f1, b1, w1 = _words(1)
+    words = [f0] * (2 * (p - s) - 1) + [f1, f0] * s + [f1, b1, w1] * (p - s)
+    words += [f0, b0, w0, f1, b1, w1] * (count - words.count(f0))
+    words += [b0, w0, f1, b1, w1] * (count - words.count(f1))
+    words += [b0, b1] * s + [b0, w0] * (p - s)
+    for weight in (w1, w0):
+        words += [weight] * (count - words.count(weight))
+    seen = dict.fromkeys(words, 0)
+    for word in words:
+        kind, chunk = word
+        yield Action(kind, s, chunk, seen[word])
+        seen[word] += 1
+
+
+def _words(chunk: int) -> tuple[tuple[Kind, int], tuple[Kind, int], tuple[Kind, int]]:
+    return ("F", chunk), ("B", chunk), ("W", chunk)
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "1f1b": one_f_one_b,
+        "gpipe": gpipe,
+        "interleaved": interleaved,
+        "zb-h1": zero_bubble,
+        "zb-v": zero_bubble_v,
+    }
 )
 """The schedules by the names that configurations use."""
 
 
-def _positive(num_stages: int, num_microbatches: int) -> None:
-    for what, number in (("stages", num_stages), ("micro-batches", num_microbatches)):
+def make_schedule(
+    kind: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    chunks: int = 1,
+    group_size: int | None = None,
+) -> Schedule:
+    """Return the schedule of a name in `SCHEDULES`.
+
+    chunks: how many each stage holds; 2 or more for interleaved, 2 for zb-v, 1 for the others.
+    group_size: of interleaved. ValueError says which values fit.
+    """
+    check_kind(kind, chunks=chunks, group_size=group_size)
+    if kind == "interleaved":
+        return interleaved(num_stages, num_microbatches, chunks=chunks, group_size=group_size)
+    return SCHEDULES[kind](num_stages, num_microbatches)
+
+
+def check_kind(kind: str, *, chunks: int, group_size: int | None = None) -> None:
+    """Check what can be checked of `make_schedule`'s arguments without sizes; ValueError."""
+    if kind not in SCHEDULES:
+        near = difflib.get_close_matches(kind, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"schedule {kind!r}: {hint}valid are {', '.join(SCHEDULES)}")
+    if kind == "interleaved" and chunks < 2:
+        raise ValueError(f"schedule interleaved with chunks = {chunks}: use chunks 2 or more")
+    if kind == "zb-v" and chunks != 2:
+        raise ValueError(f"schedule zb-v with chunks = {chunks}: use chunks = 2")
+    if kind not in ("interleaved", "zb-v") and chunks != 1:
+        raise ValueError(
+            f"schedule {kind} with chunks = {chunks}: use chunks = 1, or schedule interleaved"
+        )
+    if group_size is not None and kind != "interleaved":
+        raise ValueError(
+            f"schedule {kind} has no groups of micro-batches: leave out {group_size}, "
+            f"or use schedule interleaved"
+        )
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then one forward and one backward in turn, then the rest."""
+    ahead = min(ahead, len(forwards))
+    actions = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - ahead :]
+
+
+def _groups(count: int, size: int, least: int) -> list[range]:
+    full, rest = divmod(count, size)
+    if rest >= least or not full:
+        sizes = [size] * full + [rest] * (rest > 0)
+    else:
+        even, larger = divmod(count, full)
+        sizes = [even + 1] * larger + [even] * (full - larger)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _positive(num_stages: int, num_microbatches: int, chunks: int = 1) -> None:
+    numbers = {"stages": num_stages, "micro-batches": num_microbatches, "chunks": chunks}
+    for what, number in numbers.items():
         if number < 1:
             raise ValueError(f"a pipeline schedule needs at least 1 of {what}, not {number}")
-
-
-def _forward(stage: int, i: int, num_stages: int) -> list[Action]:
-    actions = [Action("F", stage, 0, i)]
-    if stage > 0:
-        actions.insert(0, Action("RECV_F", stage, 0, i))
-    if stage < num_stages - 1:
-        actions.append(Action("SEND_F", stage, 0, i))
-    return actions
-
-
-def _backward(stage: int, i: int, num_stages: int) -> list[Action]:
-    actions = [Action("B", stage, 0, i)]
-    if stage < num_stages - 1:
-        actions.insert(0, Action("RECV_B", stage, 0, i))
-    if stage > 0:
-        actions.append(Action("SEND_B", stage, 0, i))
-    return actions

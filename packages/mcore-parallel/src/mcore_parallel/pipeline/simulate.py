@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.pipeline.actions import Action, Schedule, partner
+from mcore_parallel.pipeline.actions import Action, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpTimes:
-    """The duration of an action by its kind, the same on every stage; any unit.
+    """The duration of an action by its kind, the same on every stage and chunk; any unit.
 
     forward, backward, weight: of F, B and W (backward is the input-gradient half alone where the
     schedule has W actions). transfer: from a send until the other side has the message; the sender
@@ -29,6 +29,30 @@ class OpTimes:
         if action.is_send:
             return self.transfer
         return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
+
+
+def chunk_times(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 1.0,
+    weight: float = 1.0,
+    transfer: float = 0.0,
+) -> OpTimes:
+    """Return the durations of a schedule's actions from those of a whole stage.
+
+    forward, backward (its input-gradient half), weight (its weight-gradient half): of all layers of
+    a stage, of which each chunk has an equal part. Without W actions a B does both halves.
+    Schedules of different kinds are compared under equal arguments.
+    """
+    chunks = schedule.line.num_chunks
+    split = schedule.splits_backward
+    return OpTimes(
+        forward=forward / chunks,
+        backward=(backward if split else backward + weight) / chunks,
+        weight=weight / chunks if split else 0.0,
+        transfer=transfer,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +97,7 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
     and chunks may differ); None means `OpTimes()`, a backward twice as long as a forward.
     ValueError when the schedule deadlocks.
     """
-    duration = duration or OpTimes()
+    duration, line = duration or OpTimes(), schedule.line
     clock = [0.0] * len(schedule)
     at = [0] * len(schedule)
     arrival: dict[Action, float] = {}
@@ -89,7 +113,7 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
                         break
                     clock[stage] = max(clock[stage], arrival[action])
                 elif action.is_send:
-                    arrival[partner(action, len(schedule))] = clock[stage] + duration(action)
+                    arrival[line.partner(action)] = clock[stage] + duration(action)
                 else:
                     start, clock[stage] = clock[stage], clock[stage] + duration(action)
                     spans[stage].append(Span(action=action, start=start, end=clock[stage]))
@@ -98,8 +122,7 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
     stuck = [actions[i] for actions, i in zip(schedule, at, strict=True) if i < len(actions)]
     if stuck:
         waits = "; ".join(
-            f"stage {a.stage} waits for stage {partner(a, len(schedule)).stage} in {a}"
-            for a in stuck
+            f"stage {a.stage} waits for stage {line.partner(a).stage} in {a}" for a in stuck
         )
         raise ValueError(f"the schedule deadlocks: {waits}")
     return Simulation(

@@ -5,6 +5,7 @@ T tokens (all of the group's), I input features, O local output features.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from mcore_parallel.collectives import (
     reduce_scatter_into,
 )
 from mcore_parallel.group import Group
+from mcore_parallel.pipeline.weights import DeferredGradients
 from mcore_parallel.protocols import LinearOp
 
 __all__ = ["parallel_linear"]
@@ -44,15 +46,17 @@ def parallel_linear(
     Gradients of the weight: none when it is frozen. When the weight has an attribute `main_grad`
     (and `accumulate`), its gradient is added to that buffer at the buffer's precision; the weight's
     attribute `grad_added_to_main` becomes True, and autograd is handed a tensor without meaning, so
-    that hooks run and see that there is nothing to add. A weight that other operators use too must
-    have no `main_grad`, or be passed with `accumulate=False`.
+    that hooks run and see that there is nothing to add. A weight with an attribute `deferred`
+    (`pipeline.DeferredGradients`; and `accumulate`) has its gradient computed when that says so. A
+    weight that other operators use too must have neither, or be passed with `accumulate=False`.
     """
     rows = x.reshape(-1, x.shape[-1])
+    deferred = getattr(weight, "deferred", None) if accumulate else None
     accumulate = accumulate and getattr(weight, "main_grad", None) is not None
-    if group.size == 1 and not accumulate:
+    if group.size == 1 and not accumulate and deferred is None:
         y = linear(rows, weight, bias)
     else:
-        options = (linear, group, sequence_parallel, accumulate)
+        options = (linear, group, sequence_parallel, weight if accumulate else None, deferred)
         y = cast(Tensor, _ParallelLinear.apply(rows, weight, bias, options))  # type: ignore[no-untyped-call]
     if x.dim() == 2:
         return y
@@ -67,26 +71,31 @@ class _ParallelLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        options: tuple[LinearOp, Group, bool, bool],
+        options: tuple[LinearOp, Group, bool, Any, DeferredGradients | None],
     ) -> Tensor:
-        linear, group, sequence_parallel, accumulate = options
+        linear, group, sequence_parallel, _, deferred = options
         y = linear.forward(all_gather(x, group) if sequence_parallel else x, weight)
         if bias is not None:
             y.add_(bias)
+        # With the parameter itself, since a saved tensor need not come back as the object that has
+        # the attributes.
         ctx.options = options
-        # The object itself, since a saved tensor need not come back as the parameter that has the
-        # attributes.
-        ctx.parameter = weight if accumulate else None
+        ctx.weight = weight if deferred is not None else None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        linear, group, sequence_parallel, _ = ctx.options
+        linear, group, sequence_parallel, parameter, deferred = ctx.options
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         gathering, reducing = None, None
+        if need_weight and deferred is not None and deferred.is_collecting:
+            gathered = group if sequence_parallel else None
+            later = partial(_weight_grad_later, linear, dy, x, parameter, gathered)
+            deferred.put(ctx.weight, later)
+            need_weight = False
         if need_weight and sequence_parallel and group.size > 1:
             x, gathering = _start_gather(x, group)
         dx = None
@@ -95,7 +104,7 @@ class _ParallelLinear(torch.autograd.Function):
             dx, reducing = _start_reduction(dx, group, sequence_parallel)
         if gathering is not None:
             gathering.wait()
-        dw = _weight_grad(linear, dy, x, ctx.parameter) if need_weight else None
+        dw = _weight_grad(linear, dy, x, parameter) if need_weight else None
         db = dy.sum(0) if need_bias else None
         if reducing is not None:
             reducing.wait()
@@ -118,6 +127,12 @@ def _start_reduction(
         return dx, all_reduce_(dx, group)
     mine = dx.new_empty(dx.shape[0] // group.size, *dx.shape[1:])
     return mine, reduce_scatter_into(mine, dx, group)
+
+
+def _weight_grad_later(
+    linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any, group: Group | None
+) -> Tensor:
+    return _weight_grad(linear, dy, x if group is None else all_gather(x, group), parameter)
 
 
 def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Tensor:
