@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mcore_models import (
     BuildContext,
     GlobalCounts,
+    MambaConfig,
     ModelConfig,
     TokenBatch,
     TokenContext,
@@ -28,6 +29,9 @@ from mcore_parallel.testing import RankPool
 # Two kv heads and four ranks: k and v are held twice. 37 tokens: the vocabulary is padded.
 LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 GPT2 = gpt2(vocab_size=37, hidden_size=32, num_layers=2, num_heads=4, max_positions=8, dropout=0.2)
+# Two groups and four ranks: B, C and a group of the norm lie on two ranks each.
+MAMBA = MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=4)
+HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*.", "M."), mamba=MAMBA)
 CUSTOM = replace(LLAMA, num_layers=3, dropout=0.2, pattern=("R-", "*S", ".Y"))
 
 
@@ -161,7 +165,9 @@ LAYOUTS = [(2, "tp=2"), (2, "tp=2,sp"), (4, "tp=4"), (4, "tp=4,sp")]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-@pytest.mark.parametrize("config", [LLAMA, GPT2, CUSTOM], ids=["llama", "gpt2", "custom"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, HYBRID, CUSTOM], ids=["llama", "gpt2", "hybrid", "custom"]
+)
 def test_layouts_agree_with_one_process(
     ranks: RankPool, config: ModelConfig, world: int, layout: str
 ) -> None:

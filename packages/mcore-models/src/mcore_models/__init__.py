@@ -19,7 +19,7 @@ from mcore_models.common import (
 )
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
-from mcore_models.part_configs import MoEConfig
+from mcore_models.part_configs import MambaConfig, MoEConfig
 from mcore_models.presets import gpt2, llama, preset, preset_names
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Builder",
     "GlobalCounts",
     "KVCache",
+    "MambaConfig",
     "MoEConfig",
     "ModelConfig",
     "ParameterCount",

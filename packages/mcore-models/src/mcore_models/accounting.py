@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_models.config import NO_PART, ModelConfig
+from mcore_models.part_configs import MambaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,18 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     6 · active matmul parameters (2 forward, 4 backward for each weight) plus causal attention once:
     a query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
     forward and twice that backward: 6 · seq_length · heads · head size per attention layer.
+    A Mamba-2 layer costs the same for every token of any document: forward, for each number of its
+    states, 3 to update it (decay, product, sum) and 2 to read it, and 2 for each tap and channel of
+    its convolution; twice that backward. How a scan in chunks computes the same is not counted.
     Recomputation, norms, activations and the embedding lookup are not counted.
     """
-    return 6.0 * count_parameters(config).active_matmul + seq_length * _attention_flops(config)
+    return _flops_of_any_token(config) + seq_length * _attention_flops(config)
 
 
 def flops_of_documents(config: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations of a training step over packed documents of these lengths."""
     tokens, pairs = sum(lengths), sum(length * length for length in lengths)
-    return 6.0 * count_parameters(config).active_matmul * tokens + pairs * _attention_flops(config)
+    return _flops_of_any_token(config) * tokens + pairs * _attention_flops(config)
 
 
 def flops_utilization(
@@ -84,13 +88,24 @@ def flops_utilization(
     return flops_per_token(config, seq_length) * tokens_per_second / peak_flops
 
 
+def _flops_of_any_token(config: ModelConfig) -> float:
+    """What a token costs whatever its document."""
+    products = 6.0 * count_parameters(config).active_matmul
+    if config.mamba is None:
+        return products
+    mamba, layers = config.mamba, sum("M" in letters for letters in config.layer_pattern)
+    states = 5 * mamba.inner_size * mamba.state_size
+    taps = 2 * mamba.conv_width * _conv_channels(mamba)
+    return products + 3.0 * layers * (states + taps)
+
+
 def _attention_flops(config: ModelConfig) -> float:
     layers = sum("*" in letters for letters in config.layer_pattern)
     return 6.0 * layers * config.num_heads * config.head_size
 
 
 def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
-    """Weights and biases of one part."""
+    """Weights of matrix products, and everything else, of one part."""
     hidden = config.hidden_size
     if letter == "*":
         inner = config.num_heads * config.head_size
@@ -103,19 +118,34 @@ def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
         weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
         experts = config.moe.num_experts
         return experts * (weights + hidden), experts * biases
+    if letter == "M" and config.mamba is not None:
+        return _mamba_parameters(hidden, config.mamba)
     raise ValueError(
         f"the pattern letter {letter!r} is made by a builder, so its parameters are not known: "
-        f"build the model on device 'meta' and count there; counted here are '*', '-' and 'E'"
+        f"build the model on device 'meta' and count there; counted here are '*', 'M', '-' and 'E'"
     )
 
 
 def _idle_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
-    """Weights and biases of one part that a token does not use."""
+    """What `_part_parameters` counts, of experts that a token does not use."""
     if letter != "E" or config.moe is None:
         return 0, 0
     idle = config.moe.num_experts - config.moe.top_k
     weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
     return idle * weights, idle * biases
+
+
+def _mamba_parameters(hidden: int, mamba: MambaConfig) -> tuple[int, int]:
+    inner, channels = mamba.inner_size, _conv_channels(mamba)
+    rows = inner + channels + mamba.num_heads  # z, then x, B and C, then dt
+    biases = channels * mamba.conv_bias + (rows + hidden) * mamba.projection_bias
+    # a_log, d and dt_bias of each head; the norm's weights
+    other = channels * mamba.conv_width + 3 * mamba.num_heads + inner
+    return hidden * (rows + inner), other + biases
+
+
+def _conv_channels(mamba: MambaConfig) -> int:
+    return mamba.inner_size + 2 * mamba.num_groups * mamba.state_size
 
 
 def _mlp_parameters(config: ModelConfig, width: int) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def build_model(
     check_layout(config, mesh.config)
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
-        target = Target.of(place, dtype=dtype, head_dim=config.head_size)
+        target = Target.of(place, dtype=dtype, head_dim=config.head_size or None)
         kernels = Kernels(kernels or KernelConfig(), target)
     if stage_layers is None:
         stages = layers_of_stages(config.num_layers, mesh.pp.size, mesh.config.stage_layers)
@@ -92,13 +92,21 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)
     if cp > 1:
-        raise ValueError(f"attention cannot split documents over cp={cp} ranks: use cp=1")
+        mixers = " and ".join(
+            name for letter, name in (("*", "attention"), ("M", "Mamba-2")) if letter in letters
+        )
+        raise ValueError(
+            f"{mixers or 'the model'} cannot split documents over cp={cp} ranks: use cp=1"
+        )
     counts: dict[str, tuple[int, Callable[[int, int], bool]]] = {}
     if "*" in letters:
         counts["num_heads"] = config.num_heads, _divides
         counts["num_kv_heads"] = config.kv_heads, _divides_or_is_divided
     if "-" in letters:
         counts["ffn_size"] = config.mlp_size, _divides
+    if "M" in letters and config.mamba is not None:
+        counts["mamba.num_heads"] = config.mamba.num_heads, _divides
+        counts["mamba.num_groups"] = config.mamba.num_groups, _divides_or_is_divided
 
     def bad(degree: int) -> list[str]:
         return [f"{name}={n}" for name, (n, fits) in counts.items() if not fits(degree, n)]

@@ -16,7 +16,7 @@ from mcore_models._checks import (
     nearest_divisors,
     nearest_multiples,
 )
-from mcore_models.part_configs import MoEConfig
+from mcore_models.part_configs import MambaConfig, MoEConfig
 
 NormKind = Literal["rms_norm", "layer_norm"]
 ActivationKind = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -25,7 +25,10 @@ PositionKind = Literal["rope", "learned", "none"]
 NO_PART = "."
 """The letter of a pattern entry that says: this layer has no mixer (or no feed-forward)."""
 
-PART_CONFIGS: Mapping[str, tuple[str, type[Any]]] = {"E": ("moe", MoEConfig)}
+PART_CONFIGS: Mapping[str, tuple[str, type[Any]]] = {
+    "E": ("moe", MoEConfig),
+    "M": ("mamba", MambaConfig),
+}
 """Letters whose part has a configuration of its own: the field that holds it, and its type."""
 
 
@@ -34,10 +37,14 @@ class ModelConfig:
     """A decoder-only language model: what is computed, not where or how fast.
 
     `pattern` has one entry per layer: two letters, the mixer and the feed-forward, each a residual
-    step behind its own norm. `*` is attention, `-` is the MLP, `E` the mixture of experts that
-    `moe` describes, `.` is nothing; every other letter is looked up among the builders given to
-    `build_model`. `None` means `*-` everywhere, or `*E` where there is a `moe`. Pairs such as
-    `("*", "-")` and one string with blanks, `"*- *. X-"`, are taken too.
+    step behind its own norm. `*` is attention, `M` the Mamba-2 mixer that `mamba` describes, `-`
+    the MLP, `E` the mixture of experts that `moe` describes, `.` is nothing; every other letter is
+    looked up among the builders given to `build_model`. `None` means `*-` everywhere, or `M.` where
+    there is a `mamba` and no attention head; with a `moe` the second letter is `E`. Pairs such as
+    `("*", "-")` and one string with blanks, `"*- M. X-"`, are taken too.
+
+    A model without attention has no heads: `num_heads` is then 0, and `position` "rope" means
+    nothing.
 
     `dropout` is the probability for the embedding and for the output of every mixer and
     feed-forward; attention probabilities are never dropped.
@@ -49,7 +56,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
+    num_heads: int = 0
     num_kv_heads: int | None = None
     head_dim: int | None = None
     ffn_size: int | None = None
@@ -67,21 +74,24 @@ class ModelConfig:
     dropout: float = 0.0
     pattern: tuple[str, ...] | None = None
     moe: MoEConfig | None = None
+    mamba: MambaConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_positions"):
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
             check_positive(name, getattr(self, name))
+        if self.num_heads != 0:
+            check_positive("num_heads", self.num_heads)
         for name in ("num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         check_choice("norm", self.norm, get_args(NormKind))
         check_choice("activation", self.activation, get_args(ActivationKind))
         check_choice("position", self.position, get_args(PositionKind))
-        self._check_heads()
         self._check_scalars()
         if self.pattern is not None:
             object.__setattr__(self, "pattern", _parse_pattern(self.pattern, self.num_layers))
         self._check_part_configs()
+        self._check_heads()
 
     @property
     def kv_heads(self) -> int:
@@ -90,8 +100,10 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of one head: `head_dim`, or `hidden_size / num_heads`."""
-        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        """Width of one head: `head_dim`, or `hidden_size / num_heads`; 0 without heads."""
+        if self.head_dim is None:
+            return self.hidden_size // self.num_heads if self.num_heads else 0
+        return self.head_dim
 
     @property
     def mlp_size(self) -> int:
@@ -112,11 +124,13 @@ class ModelConfig:
         """The two letters of every layer, `num_layers` entries."""
         if self.pattern is not None:
             return self.pattern
-        return ("*-" if self.moe is None else "*E",) * self.num_layers
+        mixer = "M" if self.mamba is not None and not self.num_heads else "*"
+        dense = "-" if mixer == "*" else NO_PART
+        return (mixer + (dense if self.moe is None else "E"),) * self.num_layers
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation for `attention.o` and `mlp.down`.
+        """Standard deviation for `attention.o`, `mamba.out` and `mlp.down`.
 
         `init_std / sqrt(2 · num_layers)` when `init_depth_scaled` (GPT-2: the residual stream then
         has the same variance at any depth), else `init_std`.
@@ -125,6 +139,9 @@ class ModelConfig:
 
     def _check_heads(self) -> None:
         heads, kv_heads, hidden = self.num_heads, self.kv_heads, self.hidden_size
+        if not heads:
+            self._check_no_heads()
+            return
         if heads % kv_heads:
             near = nearest_divisors(heads, kv_heads)
             raise ValueError(
@@ -142,6 +159,19 @@ class ModelConfig:
                 f"rotary positions turn pairs of channels and head_dim={self.head_size} is odd: "
                 f"use {nearest_multiples(self.head_size, 2)}"
             )
+
+    def _check_no_heads(self) -> None:
+        for index, letters in enumerate(self.layer_pattern):
+            if "*" in letters:
+                raise ValueError(
+                    f"layer {index} asks for '*', attention, and num_heads is 0: give num_heads"
+                )
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} describes attention, of which num_heads=0 says "
+                    f"that there is none: leave it out, or give num_heads"
+                )
 
     def _check_part_configs(self) -> None:
         letters = "".join(self.layer_pattern)

@@ -212,7 +212,7 @@ class GPT(nn.Module):
     ) -> TokenContext:
         config = self.config
         rotary, dropout = None, None
-        if config.position == "rope":
+        if config.position == "rope" and config.num_heads:
             rotary = rope_cos_sin(batch.positions, config.head_size, base=config.rope_base)
         if self.training and config.dropout:
             if rng is None or batch.rows is None:

@@ -13,6 +13,7 @@ from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.mamba2 import Mamba2
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe import MoE, Routing
 from mcore_models.common.norm import LayerNorm, RMSNorm, build_norm
@@ -28,6 +29,7 @@ __all__ = [
     "GlobalCounts",
     "KVCache",
     "LayerNorm",
+    "Mamba2",
     "MoE",
     "PositionEmbedding",
     "RMSNorm",

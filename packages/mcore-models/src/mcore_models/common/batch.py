@@ -145,10 +145,11 @@ class GlobalCounts:
 
 
 class KVCache(Protocol):
-    """Where attention keeps the keys and values of earlier tokens while decoding.
+    """Where layers keep what they need of earlier tokens while decoding.
 
-    The batch of the call holds only new tokens; `batch.cu_seqlens` bounds the new tokens of each
-    sequence and `batch.positions` continues each sequence's count.
+    Attention keeps keys and values, one row per token; a recurrent mixer keeps states, whose size
+    does not grow. The batch of the call holds only new tokens; `batch.cu_seqlens` bounds the new
+    tokens of each of its N sequences and `batch.positions` continues each sequence's count.
     """
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -164,6 +165,17 @@ class KVCache(Protocol):
             sequences in their order, old before new, their bounds [N+1] int32 and the longest.
             The last query of a sequence sees all of its keys, the one before it one less.
         """
+        ...
+
+    def recall(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The states that this layer last kept of the batch's sequences, each [N, …].
+
+        Zeros for a sequence of which it kept none; None when that is so for all of them.
+        """
+        ...
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Keep this layer's states of the batch's sequences, each [N, …], for their next tokens."""
         ...
 
 

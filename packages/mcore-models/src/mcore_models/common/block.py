@@ -16,14 +16,15 @@ from mcore_models.common.builder import (
     find_builder,
     wants_context,
 )
+from mcore_models.common.mamba2 import Mamba2
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
 from mcore_models.config import NO_PART, ModelConfig
 from mcore_parallel import gather_from_group, scatter_to_group
 
-_BUILDERS: dict[str, Builder] = {"*": Attention, "-": MLP, "E": MoE}
-_PART_NAMES = {"*": "attention", "-": "mlp", "E": "moe"}
+_BUILDERS: dict[str, Builder] = {"*": Attention, "M": Mamba2, "-": MLP, "E": MoE}
+_PART_NAMES = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
 _SLOTS = (("input_norm", "mixer"), ("post_norm", "feed_forward"))
 
 

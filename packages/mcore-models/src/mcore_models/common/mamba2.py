@@ -1,0 +1,230 @@
+"""The Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060).
+
+T tokens, H hidden, I inner width, G groups, N state size, h heads of P channels, W taps of the
+convolution; I, G and h are those of this rank, B documents.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_kernels import accumulation_dtype
+from mcore_models.common.batch import TokenBatch, TokenContext
+from mcore_models.common.builder import BuildContext
+from mcore_models.config import ModelConfig
+from mcore_models.part_configs import MambaConfig
+from mcore_parallel import Init, ParamSpec, copy_to_group, reduce_from_group
+from mcore_parallel.spec import join
+from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear, fused_spec
+
+
+class Mamba2(nn.Module):
+    """A gated state space within each document: [T, H] to [T, H].
+
+    One projection gives the gate z, the input x, the state's input and output B and C, and the
+    step size dt; x, B and C go through a short causal convolution and silu; the scan follows, then
+    the gated norm and the output projection. Split over heads, with the groups of B and C that they
+    read: a group that several ranks read lies on all of them, as kv heads do, and their norm sums
+    over them. Communicates over the tensor-parallel group.
+
+    Global names are `mamba.{z,x,b,c,dt,out}.weight`, `mamba.{x,b,c}_conv.{weight,bias}`,
+    `mamba.norm.weight` and, fp32 in a model of any dtype, `mamba.{a_log,d,dt_bias}`.
+    """
+
+    parallel = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
+        super().__init__()
+        mamba = config.mamba
+        assert mamba is not None, "a pattern with M has been checked to have it"
+        self.config = mamba
+        self.layer_index = layer_index
+        self._group = build.tp
+        heads, size = mamba.num_heads, mamba.head_dim
+        groups, state = mamba.num_groups, mamba.state_size
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            parts=(
+                Part("z", heads, size),
+                Part("x", heads, size),
+                Part("b", groups, state),
+                Part("c", groups, state),
+                Part("dt", heads),
+            ),
+            group=build.tp,
+            bias=mamba.projection_bias,
+            sequence_parallel=build.sequence_parallel,
+            linear=build.kernels.linear,
+            init=Init(kind="normal", std=config.init_std),
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self.conv = CausalConv(mamba, build)
+        # Rounded to 16 bits, the decay of long memories would be another.
+        wide = accumulation_dtype(build.dtype)
+        blank = torch.empty(heads // build.tp.size, dtype=wide, device=build.device)
+        self.a_log = nn.Parameter(blank)
+        self.d = nn.Parameter(torch.empty_like(blank))
+        self.dt_bias = nn.Parameter(torch.empty_like(blank))
+        self.norm = GatedRMSNorm(mamba, eps=config.norm_eps, build=build)
+        self.out = RowParallelLinear(
+            mamba.inner_size,
+            config.hidden_size,
+            group=build.tp,
+            bias=mamba.projection_bias,
+            sequence_parallel=build.sequence_parallel,
+            linear=build.kernels.linear,
+            init=Init(kind="normal", std=config.output_init_std),
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self._scan = build.kernels.ssd_scan
+
+    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
+        """[T, H] to [T, H]; with a cache in `context`, new tokens continue from its states."""
+        batch, mamba = context.batch, self.config
+        rows: Tensor = self.in_proj(hidden)
+        inner, _, grouped, _, heads = self.in_proj.local_sizes
+        z, mixed, dt = torch.split(rows, [inner, inner + 2 * grouped, heads], dim=-1)
+        kept = None if context.cache is None else context.cache.recall(self.layer_index)
+        inputs, states = (None, None) if kept is None else kept
+        mixed, inputs = self.conv(mixed, batch, inputs)
+        x, b, c = torch.split(mixed, [inner, grouped, grouped], dim=-1)
+        state = (rows.shape[0], grouped // mamba.state_size, mamba.state_size)
+        y, states = self._scan(
+            x.reshape(rows.shape[0], heads, mamba.head_dim),
+            dt,
+            self.a_log,
+            b.reshape(state),
+            c.reshape(state),
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+            uniform=batch.uniform,
+            d=self.d,
+            dt_bias=self.dt_bias,
+            dt_limits=mamba.dt_limits,
+            initial_states=states,
+            chunk_size=mamba.chunk_size,
+        )
+        if context.cache is not None:
+            context.cache.keep(self.layer_index, (inputs, states))
+        out: Tensor = self.out(self.norm(y.flatten(1), z))
+        return out
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """The specs of `a_log`, `d` and `dt_bias`, global `<prefix>.<name>` [h]."""
+        mamba = self.config
+        inits = {
+            "a_log": Init(
+                kind="uniform", low=mamba.a_init_min, high=mamba.a_init_max, through="exp"
+            ),
+            "d": Init(kind="ones"),
+            "dt_bias": Init(
+                kind="log_uniform",
+                low=mamba.dt_init_min,
+                high=mamba.dt_init_max,
+                through="softplus",
+            ),
+        }
+        heads = Part("heads", mamba.num_heads)
+        return {
+            name: fused_spec({join(prefix, name): heads}, self._group, init=init)
+            for name, init in inits.items()
+        }
+
+
+class CausalConv(nn.Module):
+    """The convolution over x, B and C, each cut as its projection is.
+
+    Weight [I + 2·G·N, W] is uniform within ± 1 / sqrt(W), the bias starts at 0.
+    """
+
+    def __init__(self, mamba: MambaConfig, build: BuildContext) -> None:
+        super().__init__()
+        group = Part("group", mamba.num_groups, mamba.state_size)
+        self._parts = {
+            "x_conv": Part("x", mamba.num_heads, mamba.head_dim),
+            "b_conv": group,
+            "c_conv": group,
+        }
+        self._group = build.tp
+        channels = sum(part.local_features(build.tp.size) for part in self._parts.values())
+        weight = torch.empty(channels, mamba.conv_width, dtype=build.dtype, device=build.device)
+        self.weight = nn.Parameter(weight)
+        self.bias: nn.Parameter | None
+        if mamba.conv_bias:
+            self.bias = nn.Parameter(weight.new_empty(channels))
+        else:
+            self.register_parameter("bias", None)
+        self._conv = build.kernels.causal_conv1d
+
+    def forward(
+        self, rows: Tensor, batch: TokenBatch, before: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """silu of the convolution [T, I + 2·G·N], and the last W-1 inputs of each document.
+
+        `before` [B, W-1, I + 2·G·N] are the inputs before the batch's.
+        """
+        return self._conv(
+            rows,
+            self.weight,
+            self.bias,
+            cu_seqlens=batch.cu_seqlens,
+            uniform=batch.uniform,
+            initial_states=before,
+            silu=True,
+        )
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """The specs of `weight` and `bias`: `{x,b,c}_conv` replaces the last part of `prefix`."""
+        parent, width = prefix.rpartition(".")[0], self.weight.shape[1]
+
+        def spec(kind: str, columns: tuple[int, ...], init: Init) -> ParamSpec:
+            named = {join(parent, f"{name}.{kind}"): part for name, part in self._parts.items()}
+            return fused_spec(named, self._group, columns, init=init)
+
+        bound = width**-0.5
+        specs = {"weight": spec("weight", (width,), Init(kind="uniform", low=-bound, high=bound))}
+        if self.bias is not None:
+            specs["bias"] = spec("bias", (), Init(kind="zeros"))
+        return specs
+
+
+class GatedRMSNorm(nn.Module):
+    """norm(y · silu(z)) · weight, or norm(y) · weight · silu(z): [T, I] and [T, I] to [T, I].
+
+    The mean of squares is over the I / G channels of a group at a time, so that cutting groups over
+    ranks changes nothing. A group that lies on several ranks is summed over these.
+    """
+
+    def __init__(self, mamba: MambaConfig, *, eps: float, build: BuildContext) -> None:
+        super().__init__()
+        tp = build.tp
+        self.eps = eps
+        self.before_gate = mamba.norm_before_gate
+        self.group_size = mamba.inner_size // mamba.num_groups
+        self._heads = Part("heads", mamba.num_heads, mamba.head_dim)
+        self._groups = max(1, mamba.num_groups // tp.size)
+        self._group = tp
+        self._shared_by = tp.split(max(1, tp.size // mamba.num_groups))
+        size = mamba.inner_size // tp.size
+        self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """Norm every row; computed in fp32 and rounded once."""
+        wide = accumulation_dtype(y.dtype)
+        gate = F.silu(z.to(wide))
+        out = y.to(wide) if self.before_gate else y.to(wide) * gate
+        grouped = out.view(out.shape[0], self._groups, out.shape[1] // self._groups)
+        total = grouped.square().sum(-1, keepdim=True)
+        if self._shared_by.size > 1:
+            # Each rank goes on with the whole sum, so its gradient is summed as well.
+            total = copy_to_group(reduce_from_group(total, self._shared_by), self._shared_by)
+        out = (grouped * torch.rsqrt(total / self.group_size + self.eps)).flatten(-2)
+        out = out * self.weight.to(wide)
+        return (out * gate if self.before_gate else out).to(y.dtype)
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """The spec of `weight`, global `<prefix>.weight` [I]."""
+        named = {join(prefix, "weight"): self._heads}
+        return {"weight": fused_spec(named, self._group, init=Init(kind="ones"))}
