@@ -49,6 +49,16 @@ class Engine:
         self._sequences: dict[Request, int] = {}
         self.weights_version = 0
 
+    @property
+    def max_sequences(self) -> int:
+        """How many requests run at a time."""
+        return self._scheduler.max_sequences
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The requests whose turn has not come, in order."""
+        return tuple(self._scheduler.waiting)
+
     def run(self, requests: Sequence[Request]) -> None:
         """Finish `requests`: fill in their tokens, log-probabilities and finish reasons.
 
@@ -193,15 +203,22 @@ class Engine:
                     f"token {token} at place {index} of the prompt is outside the model's "
                     f"vocabulary: 0 to {config.vocab_size - 1}"
                 )
-        limit = config.max_positions
-        if config.position == "learned" and request.capacity > limit:
-            # The last token generated needs no position: the model never reads it.
-            fits = limit - prompt + 1
-            advice = f"max_tokens {fits} or less" if fits > 0 else f"{limit} prompt tokens or less"
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_tokens={most} do not fit the model's "
-                f"{limit} positions: use {advice}"
-            )
+        if config.position == "learned":
+            check_length(prompt, most, config.max_positions)
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
+    """Raise ValueError when prompt and answer need more than `limit` positions.
+
+    The last token generated needs none: the model never reads it.
+    """
+    fits = limit - num_prompt_tokens + 1
+    if max(max_tokens, 1) > fits:
+        advice = f"max_tokens {fits} or less" if fits > 0 else f"{limit} prompt tokens or less"
+        raise ValueError(
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens} do not fit the "
+            f"model's {limit} positions: use {advice}"
+        )
 
 
 def _check_finite(logits: Tensor, running: list[Request], wanted: list[int]) -> None:

@@ -67,7 +67,11 @@ class TextStream:
     @property
     def text(self) -> str:
         """The certain part of the text."""
-        return (self._settled + self._tail)[: self.visible]
+        return self.since(0)
+
+    def since(self, start: int) -> str:
+        """The certain part of the text from character `start` on."""
+        return (self._settled + self._tail)[start : self.visible]
 
     def append(self, token: int) -> None:
         """Take the next token."""
