@@ -17,14 +17,15 @@ import torch
 
 from mcore_ckpt.agreement import together
 from mcore_ckpt.attachments import collect_files
-from mcore_ckpt.commit import begin, commit, remove_checkpoint, retain
-from mcore_ckpt.documents import all_documents, array_document, encode
+from mcore_ckpt.commit import begin, remove_checkpoint, retain
+from mcore_ckpt.completing import complete
+from mcore_ckpt.documents import array_document, encode
 from mcore_ckpt.dtypes import stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
-from mcore_ckpt.manifest import FileInfo, Manifest, check_json, producer, sha256
-from mcore_ckpt.names import DOCUMENT, FILES
+from mcore_ckpt.manifest import check_json
+from mcore_ckpt.names import DOCUMENT
 from mcore_ckpt.planning import Chunk, Round, WritePlan, plan_save
 from mcore_ckpt.request import check_same, make_request
 from mcore_ckpt.storage import LocalStorage, Storage
@@ -265,23 +266,14 @@ class _Saving:
         contents: Mapping[str, bytes],
     ) -> None:
         """On rank 0, when the chunks are durable: remaining documents, files, manifest, marker."""
-        documents = all_documents(self.plan.tensors)
-        written = {
-            f"{tensor}/{DOCUMENT}"
-            for tensor, info in self.plan.tensors.items()
-            if info.grid.num_chunks  # its array document came with its first chunk
-        }
-        for path, data in documents.items():
-            if path not in written:
-                writer.put(path, data)
-        for file, data in contents.items():
-            writer.put(f"{FILES}/{file}", data)
-        writer.sync()
         checksums: dict[str, dict[int, int]] = {tensor: {} for tensor in self.plan.tensors}
         for row in rows:
             for tensor, number, crc in row:
                 checksums[tensor][number] = crc
-        manifest = Manifest(
+        complete(
+            self.storage,
+            name,
+            writer,
             step=self.step,
             tensors={
                 tensor: replace(
@@ -290,12 +282,6 @@ class _Saving:
                 )
                 for tensor, info in self.plan.tensors.items()
             },
-            documents={path: zlib.crc32(data) for path, data in documents.items()},
-            files={
-                file: FileInfo(num_bytes=len(data), sha256=sha256(data))
-                for file, data in contents.items()
-            },
             state=state,
-            producer=producer(),
+            files=contents,
         )
-        commit(self.storage, name, manifest.encode())

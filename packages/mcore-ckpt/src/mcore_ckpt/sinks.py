@@ -1,0 +1,174 @@
+"""A checkpoint of ours as a sink: written tensor by tensor, by one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from mcore_ckpt.commit import begin, remove_checkpoint
+from mcore_ckpt.completing import complete
+from mcore_ckpt.documents import array_document, encode
+from mcore_ckpt.dtypes import stored_type, to_numpy
+from mcore_ckpt.engine import ChunkData, Engine
+from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES, chunk_shape
+from mcore_ckpt.manifest import TensorInfo, check_json
+from mcore_ckpt.names import DOCUMENT, check_path, check_tensor_names
+from mcore_ckpt.sources import MODEL, check_announced
+from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.writer import Writer
+from mcore_parallel.mapping import TensorMeta
+
+
+class CheckpointSink:
+    """Writes weights as a new checkpoint, one tensor at a time: the bytes that `save` would write.
+
+    The checkpoint is committed when the context ends; before, and after an error, it is none.
+
+    Args:
+        directory: of checkpoints, as for `save`.
+        tensors: what will be written, by names without `model/`.
+        step, state, files: as for `save`.
+
+    Raises:
+        ValueError: names or dtypes that the format does not have, or state that is not JSON.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tensors: Mapping[str, TensorMeta],
+        *,
+        step: int = 0,
+        state: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        if engine is None:
+            from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+
+            engine = TensorstoreEngine()
+        self._engine = engine
+        self._storage = LocalStorage(directory)
+        self._announced = dict(tensors)
+        self._infos = {MODEL + name: _info(name, meta) for name, meta in sorted(tensors.items())}
+        check_tensor_names(self._infos)
+        self._step = step
+        self._state = check_json(state or {})
+        self._files = dict(files or {})
+        for name in self._files:
+            check_path(name, "file name")
+        self._checksums: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own directory."""
+        return Path(self._storage.location(self._name))
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Write a tensor.
+
+        Raises:
+            ValueError: it was not announced so, or is here already.
+            OSError: the disk refuses.
+        """
+        check_announced(self._announced, name, value)
+        stored = MODEL + name
+        if stored in self._checksums:
+            raise ValueError(f"{name} is written twice")
+        info = self._infos[stored]
+        self._writer.make_directory(stored)
+        if info.grid.num_chunks:
+            self._writer.put(f"{stored}/{DOCUMENT}", encode(array_document(info)))
+        checksums: list[int] = []
+
+        def chunks() -> Iterator[ChunkData]:
+            for chunk in _chunks(f"{self._name}/{stored}", info, value.detach().cpu()):
+                checksums.append(zlib.crc32(chunk.data.data))
+                self._writer.wrote(f"{stored}/{info.grid.key(chunk.number)}")
+                yield chunk
+
+        for batch in _batches(chunks(), info):
+            self._engine.write(self._storage, batch).wait()
+        self._checksums[stored] = tuple(checksums)
+
+    def __enter__(self) -> Self:
+        self._name = begin(self._storage, self._step)
+        self._writer = Writer(self._storage, self._name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        committed = False
+        try:
+            if error is None:
+                self._commit()
+                committed = True
+        finally:
+            if not committed:  # if that fails too, the next save sweeps it
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(self._storage, self._name)
+
+    def _commit(self) -> None:
+        missing = self._infos.keys() - self._checksums.keys()
+        if missing:
+            raise ValueError(f"{min(missing)} was announced and not written")
+        complete(
+            self._storage,
+            self._name,
+            self._writer,
+            step=self._step,
+            tensors={
+                name: replace(info, crc32=self._checksums[name])
+                for name, info in self._infos.items()
+            },
+            state=self._state,
+            files=self._files,
+        )
+
+
+def _info(name: str, meta: TensorMeta) -> TensorInfo:
+    try:
+        dtype = stored_type(meta.dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    cut = chunk_shape(meta.shape, dtype.itemsize, DEFAULT_CHUNK_BYTES)
+    return TensorInfo(dtype=dtype.name, shape=meta.shape, chunk_shape=cut)
+
+
+def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[ChunkData]:
+    """Yield a tensor's chunks: those at the edge in full, filled up with zeros."""
+    elements = to_numpy(value.contiguous())
+    for number in range(info.grid.num_chunks):
+        box = info.grid.box(number)
+        part = elements[box.slices]
+        if box.shape != info.chunk_shape:
+            whole = np.zeros(info.chunk_shape, dtype=part.dtype)
+            whole[tuple(slice(0, n) for n in box.shape)] = part
+            part = whole
+        yield ChunkData(array=array, info=info, number=number, data=np.ascontiguousarray(part))
+
+
+def _batches(chunks: Iterable[ChunkData], info: TensorInfo) -> Iterator[list[ChunkData]]:
+    """Take some chunks at a time: they are copies, and the whole tensor is in memory already."""
+    size = max(1, (64 << 20) // max(info.chunk_bytes, 1))
+    batch: list[ChunkData] = []
+    for chunk in chunks:
+        batch.append(chunk)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
