@@ -3,6 +3,7 @@ import inspect
 import mcore_inference
 
 PUBLIC = """
+AsyncEngine Chunk DrainingError EngineClosedError Generation GenerationError QueueFullError
 LLM Completion ContiguousCache Engine FinishReason ModelRunner Prompt Request SamplingParams
 Scheduler TextStream WeightLink allowed_probabilities completion continuation draw greedy
 load_weights log_probabilities model_tensors sample top_log_probabilities

@@ -1,5 +1,14 @@
 """Generation from mcore checkpoints: cache, sampler, engine and the LLM object."""
 
+from mcore_inference.async_engine import (
+    AsyncEngine,
+    Chunk,
+    DrainingError,
+    EngineClosedError,
+    Generation,
+    GenerationError,
+    QueueFullError,
+)
 from mcore_inference.cache import ContiguousCache
 from mcore_inference.engine import Engine
 from mcore_inference.llm import LLM, Prompt, load_weights
@@ -21,12 +30,19 @@ from mcore_inference.weights import WeightLink, model_tensors
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "Chunk",
     "Completion",
     "ContiguousCache",
+    "DrainingError",
     "Engine",
+    "EngineClosedError",
     "FinishReason",
+    "Generation",
+    "GenerationError",
     "ModelRunner",
     "Prompt",
+    "QueueFullError",
     "Request",
     "SamplingParams",
     "Scheduler",
