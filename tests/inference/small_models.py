@@ -1,6 +1,6 @@
 """Models, checkpoints and oracles for the tests of mcore-inference."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mcore_ckpt
 from mcore_data import ByteTokenizer
-from mcore_models import GPT, ModelConfig, gpt2, llama
+from mcore_models import GPT, MambaConfig, ModelConfig, gpt2, llama
 from mcore_parallel import LayoutTensor
 
 VOCABULARY = 257  # the byte tokenizer's, odd: padded under tp 2
@@ -18,7 +18,10 @@ POSITIONS = 24
 _SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "init_std": 0.4}
 LLAMA = llama(vocab_size=VOCABULARY, num_kv_heads=2, ffn_size=48, **_SHAPE)  # type: ignore[arg-type]
 GPT2 = gpt2(vocab_size=VOCABULARY, max_positions=POSITIONS, **_SHAPE)  # type: ignore[arg-type]
-DRESSES = {"llama": LLAMA, "gpt2": GPT2}
+_MAMBA = MambaConfig(num_heads=8, head_dim=8, state_size=6, num_groups=2, chunk_size=4)
+MAMBA = ModelConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, init_std=0.4, mamba=_MAMBA)
+HYBRID = replace(LLAMA, pattern=("*-", "M-"), mamba=_MAMBA)
+DRESSES = {"llama": LLAMA, "gpt2": GPT2, "mamba": MAMBA, "hybrid": HYBRID}
 
 PROMPTS = ["a", "hello", "what is this", "hi"]
 DECISIVE = 1e-3

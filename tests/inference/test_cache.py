@@ -1,5 +1,7 @@
 """Every sequence gets back what it put in, in order, whatever comes and goes beside it."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,3 +117,82 @@ def test_keys_and_values_may_differ_in_size() -> None:
     cache.begin([(one, 1), (two, 1)], CPU)
     keys, values, _, _ = cache.extend(0, torch.ones(2, 2, 8), torch.ones(2, 2, 5))
     assert (keys.shape, values.shape) == ((2, 2, 8), (2, 2, 5))
+
+
+# --- states of recurrent layers -----------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_states_are_as_good_as_one_of_its_own_per_sequence(data: st.DataObject) -> None:
+    """Sequences join, pause and leave; a new one never finds what its slot held before."""
+    cache = ContiguousCache()
+    kept: dict[int, float] = {}
+    serial = 0.0
+    for _ in range(data.draw(st.integers(1, 12))):
+        for _ in range(data.draw(st.integers(0, 2))):
+            kept[cache.open(99)] = 0.0
+        for sequence in data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True, max_size=1)
+                                  if kept else st.just([])):  # fmt: skip
+            cache.close(sequence)
+            del kept[sequence]
+        if not kept:
+            continue
+        batch = data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True, min_size=1))
+        cache.begin([(n, 1) for n in batch], CPU)
+        for layer in LAYERS:
+            found = cache.recall(layer)
+            wanted = [kept[n] and kept[n] + layer for n in batch]
+            if found is None:
+                assert not any(wanted)
+            else:
+                assert found[0][:, 0, 0].tolist() == wanted
+                assert found[1][:, 0].tolist() == [-value for value in wanted]
+        for n in batch:
+            serial += 100
+            kept[n] = serial
+        for layer in LAYERS:
+            values = torch.tensor([kept[n] + layer for n in batch], dtype=torch.float64)
+            first = values[:, None, None].expand(-1, 2, 3).float()
+            cache.keep(layer, (first, -values[:, None].expand(-1, 4)))
+    used = max([0, *(len(pool) for pools in cache._states.values() for pool in pools)])
+    assert cache.num_states <= used or not cache._states
+
+
+def test_states_have_a_slot_per_sequence_and_go_when_nothing_is_open() -> None:
+    cache = ContiguousCache()
+    first, second = cache.open(5), cache.open(7)
+    cache.begin([(first, 2), (second, 1)], CPU)
+    assert cache.recall(0) is None
+    cache.keep(0, (torch.ones(2, 1000), torch.ones(2, 3, dtype=torch.bfloat16)))
+    pools = [weakref.ref(pool) for pool in cache._states[0]]
+    assert [pool().shape[0] for pool in pools] == [2, 2]  # not one for each token
+    cache.close(first)
+    third = cache.open(1)
+    assert cache.num_states == 2
+    cache.begin([(second, 1), (third, 1)], CPU)
+    found = cache.recall(0)
+    assert found is not None
+    assert found[0].sum(1).tolist() == [1000, 0]
+    assert found[1].dtype == torch.bfloat16
+    cache.keep(0, found)
+    del found
+    for sequence in (second, third):
+        cache.close(sequence)
+    assert cache.num_states == 0
+    assert [pool() for pool in pools] == [None, None]
+
+
+def test_states_of_all_that_is_open_are_read_without_a_copy() -> None:
+    cache = ContiguousCache()
+    batch = [(cache.open(3), 1) for _ in range(3)]
+    cache.begin(batch, CPU)
+    cache.keep(0, (torch.ones(3, 2),))
+    cache.begin(batch, CPU)
+    found = cache.recall(0)
+    assert found is not None
+    assert found[0].data_ptr() == cache._states[0][0].data_ptr()
+    cache.begin(batch[1:], CPU)
+    found = cache.recall(0)
+    assert found is not None
+    assert found[0].data_ptr() == cache._states[0][0][1:].data_ptr()

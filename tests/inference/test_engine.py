@@ -79,8 +79,9 @@ def test_limits_change_when_a_request_runs_and_not_what_it_gets(
     assert [r.tokens for r in bounded] == [r.tokens for r in free]
 
 
-def test_requests_join_and_leave_between_steps() -> None:
-    model = model_of("gpt2")
+@pytest.mark.parametrize("dress", ["gpt2", "mamba", "hybrid"])
+def test_requests_join_and_leave_between_steps(dress: str) -> None:
+    model = model_of(dress)
     expected = {p: greedy_without_cache(model, ByteTokenizer().encode(p), 8)[0] for p in PROMPTS}
     engine = Engine(ModelRunner(model))
     arriving = [request(p, max_tokens=8) for p in PROMPTS]

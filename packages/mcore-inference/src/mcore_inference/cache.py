@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens.
+"""Keys and values of earlier tokens, and states of recurrent layers.
 
 K kv heads of this rank, D head size, T new tokens of a forward pass, N sequences in it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ Rows = slice | Tensor
 
 @dataclass(kw_only=True)
 class _Span:
-    """A sequence's stretch of slots; the first `length` of them are filled."""
+    """A sequence's stretch of token slots, the first `length` of them filled; its state slot."""
 
     start: int
     capacity: int
+    state: int
     length: int = 0
 
     @property
@@ -30,33 +32,47 @@ class _Span:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """Where a forward pass writes and reads."""
+    """Where a forward pass writes and reads.
+
+    `begun` [N] tells which sequences had tokens before; None when all of them had.
+    """
 
     write: Rows
     read: Rows
     cu_seqlens: Tensor
     max_seqlen: int
+    states: Rows
+    all_new: bool
+    begun: Tensor | None
 
 
 class ContiguousCache:
     """A pool of token slots in every layer, of which each open sequence has one stretch.
 
     Satisfies `mcore_models.KVCache`. `open` gives a sequence its slots, `close` gives them back.
-    Before each forward pass `begin` says how many new tokens each sequence brings; every layer then
-    calls `extend` once. A layer's tensors are made at its first use, so that a pipeline stage holds
-    only its own layers; they grow with what is open, and go when nothing is.
+    Before each forward pass `begin` says how many new tokens each sequence brings; every attention
+    layer then calls `extend` once, every recurrent layer `recall` and `keep`, which have a second
+    pool with one slot per sequence. A layer's tensors are made at its first use, so that a pipeline
+    stage holds only its own layers, and a layer only what it needs; they grow with what is open,
+    and go when nothing is.
     """
 
     def __init__(self) -> None:
         self._spans: dict[int, _Span] = {}
         self._opened = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._pass: _Pass | None = None
 
     @property
     def num_slots(self) -> int:
         """Slots that the pool needs for what is open."""
         return max((span.stop for span in self._spans.values()), default=0)
+
+    @property
+    def num_states(self) -> int:
+        """State slots that the pool needs for what is open."""
+        return max((span.state + 1 for span in self._spans.values()), default=0)
 
     def open(self, capacity: int) -> int:
         """Reserve `capacity` slots in the first gap that is wide enough; return the sequence's id.
@@ -73,7 +89,9 @@ class ContiguousCache:
             start = span.stop
         sequence = self._opened
         self._opened += 1
-        self._spans[sequence] = _Span(start=start, capacity=capacity)
+        taken = {span.state for span in self._spans.values()}
+        state = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        self._spans[sequence] = _Span(start=start, capacity=capacity, state=state)
         return sequence
 
     def close(self, sequence: int) -> None:
@@ -81,6 +99,7 @@ class ContiguousCache:
         del self._spans[sequence]
         if not self._spans:
             self._layers.clear()
+            self._states.clear()
 
     def length(self, sequence: int) -> int:
         """Return how many tokens of a sequence are cached."""
@@ -99,6 +118,7 @@ class ContiguousCache:
                     f"sequence {sequence} needs {span.length + count} token slots and has "
                     f"{span.capacity}"
                 )
+        begun = [span.length > 0 for span in spans]
         write: list[tuple[int, int]] = []
         read: list[tuple[int, int]] = []
         for span, (_, count) in zip(spans, new, strict=True):
@@ -113,6 +133,9 @@ class ContiguousCache:
             read=_rows(read, device),
             cu_seqlens=bounds.to(device, torch.int32),
             max_seqlen=max(lengths),
+            states=_rows([(span.state, span.state + 1) for span in spans], device),
+            all_new=not any(begun),
+            begun=None if all(begun) else torch.tensor(begun, device=device),
         )
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -130,10 +153,38 @@ class ContiguousCache:
         _put(values, now.write, v)
         return _take(keys, now.read), _take(values, now.read), now.cu_seqlens, now.max_seqlen
 
+    def recall(self, layer: int) -> tuple[Tensor, ...] | None:
+        """See `mcore_models.KVCache.recall`; may be views of the pool, read them before `keep`."""
+        now = self._pass
+        assert now is not None, "begin comes before recall"
+        if now.all_new:
+            return None
+        pools = tuple(_pool(pool, pool, self.num_states) for pool in self._states[layer])
+        self._states[layer] = pools
+        states = tuple(_take(pool, now.states) for pool in pools)
+        if now.begun is None:
+            return states
+        # The slot of a new sequence still holds what its last one left there.
+        shapes = [(-1, *[1] * (state.dim() - 1)) for state in states]
+        return tuple(
+            torch.where(now.begun.view(shape), state, 0.0)
+            for state, shape in zip(states, shapes, strict=True)
+        )
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """See `mcore_models.KVCache.keep`: each of `states` is [N, …] in the order of this pass."""
+        now = self._pass
+        assert now is not None, "begin comes before keep"
+        old = self._states.get(layer, (None,) * len(states))
+        pools = tuple(_pool(a, b, self.num_states) for a, b in zip(old, states, strict=True))
+        self._states[layer] = pools
+        for pool, state in zip(pools, states, strict=True):
+            _put(pool, now.states, state)
+
 
 def _rows(stretches: list[tuple[int, int]], device: torch.device) -> Rows:
-    if len(stretches) == 1:
-        return slice(*stretches[0])
+    if all(stop == start for (_, stop), (start, _) in pairwise(stretches)):
+        return slice(stretches[0][0], stretches[-1][1])
     return torch.cat([torch.arange(a, b) for a, b in stretches]).to(device)
 
 

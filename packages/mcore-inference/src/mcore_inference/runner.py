@@ -48,7 +48,7 @@ class ModelRunner:
 
         Args:
             new: each sequence's id in the cache and its new tokens, at least one.
-            cache: keys and values so far; extended by this pass.
+            cache: keys, values and states so far; extended by this pass.
             wanted: of how many of its last new tokens to give each sequence's logits; default 1.
         """
         device = next(self.model.parameters()).device
@@ -62,6 +62,7 @@ class ModelRunner:
             positions=torch.tensor([p for positions in ranges for p in positions], device=device),
             cu_seqlens=bounds.to(torch.int32),
             max_seqlen=max(counts),
+            uniform=(len(counts), counts[0]) if len(set(counts)) == 1 else None,
         )
         tails = zip(accumulate(counts), wanted or [1] * len(counts), strict=True)
         rows = torch.tensor([i for end, n in tails for i in range(end - n, end)], device=device)
