@@ -39,11 +39,15 @@ def write(prefix, documents, dtype):
 
 
 def splits(config, cache):
+    if "parts" in config:
+        files = {"blend_per_split": [part and tuple(part) for part in config["parts"]]}
+    else:
+        blend = tuple(config.get("blend") or ([config["prefix"]], None))
+        files = {"split": config["split"], "blend": blend}
     made = GPTDatasetConfig(
         random_seed=config["seed"],
         sequence_length=config["seq_length"],
-        split=config["split"],
-        blend=([config["prefix"]], None),
+        **files,
         path_to_cache=cache,
         tokenizer=Tokenizer(),
         reset_position_ids=config["reset_positions"],
@@ -61,6 +65,10 @@ def splits(config, cache):
 def main():
     with open(sys.argv[1]) as file:
         configs = json.load(file)
+    # Blends ask for the rank.
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     out = {}
     for i, config in enumerate(configs):
         if "documents" in config:
@@ -75,13 +83,20 @@ def main():
             for part, dataset in enumerate(splits(config, cache)):
                 if dataset is None:
                     continue
-                out[f"{i}/{part}/indices"] = np.array(dataset.indices)
-                for name in ("document_index", "sample_index", "shuffle_index"):
-                    out[f"{i}/{part}/{name}"] = np.array(getattr(dataset, name))
+                for name in (
+                    "indices",
+                    "document_index",
+                    "sample_index",
+                    "shuffle_index",
+                    "dataset_index",
+                    "dataset_sample_index",
+                ):
+                    if hasattr(dataset, name):
+                        out[f"{i}/{part}/{name}"] = np.array(getattr(dataset, name))
                 chosen = range(0, len(dataset), config["stride"])
                 samples = [dataset[j] for j in chosen]
                 for key in samples[0] if samples else ():
-                    out[f"{i}/{part}/{key}"] = np.stack([s[key].numpy() for s in samples])
+                    out[f"{i}/{part}/{key}"] = np.stack([np.asarray(s[key]) for s in samples])
     np.savez(sys.argv[2], **out)
 
 

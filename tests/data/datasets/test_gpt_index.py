@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_data import build_gpt_index
+from mcore_data.datasets import compiled, gpt_index
 
 
 def slow_samples(lengths, order, seq_length, extra, drop_last):
@@ -50,6 +51,70 @@ def test_samples_cut_the_stream(lengths, seq_length, num_samples, extra, drop_la
     assert len(index.shuffle) >= num_samples
     assert sorted(index.shuffle.tolist()) == list(range(len(slow) - 1))
     assert (index.documents.dtype, index.shuffle.dtype) == (np.int32, np.uint32)
+
+
+def _interpreted():
+    return compiled._Loops(swap=compiled._swap, starts=compiled._starts, blend=compiled._blend)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=40).filter(lambda x: sum(x) > 1),
+    seq_length=st.integers(1, 20),
+    num_samples=st.integers(1, 60),
+    extra=st.booleans(),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_way_of_building_is_the_same(
+    lengths, seq_length, num_samples, extra, drop_last, seed
+):
+    """One array at a time, in blocks, and by the loops that numba compiles, here uncompiled."""
+
+    def build():
+        index = build_gpt_index(
+            np.array(lengths, np.int32),
+            np.arange(len(lengths)),
+            seq_length=seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            extra_token=extra,
+            drop_last=drop_last,
+        )
+        parts = (index.documents, index.samples, index.shuffle)
+        return [(part.dtype, part.tolist()) for part in parts]
+
+    whole = build()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_index, "_BLOCK", 3)
+        assert build() == whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "WORTH_COMPILING", 0)
+        patch.setattr(compiled, "_LENGTHS", 3)
+        patch.setattr(compiled, "_DRAWS", 5)
+        patch.setattr(compiled, "_loops", _interpreted)
+        patch.setattr(compiled, "available", lambda: True)
+        assert build() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
+def test_compiled_loops(monkeypatch):
+    lengths = np.random.default_rng(0).integers(0, 300, 20_000).astype(np.int32)
+
+    def build(**options):
+        index = build_gpt_index(
+            lengths, np.arange(5, 20_000), seq_length=64, num_samples=100_000, seed=3, **options
+        )
+        return index.documents, index.samples, index.shuffle
+
+    cases = [{}, {"extra_token": False, "drop_last": False}]
+    plain = [build(**options) for options in cases]
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    for options, expected in zip(cases, plain, strict=True):
+        for ours, theirs in zip(build(**options), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_small_last_epoch_comes_last():

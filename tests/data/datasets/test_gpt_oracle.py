@@ -1,4 +1,4 @@
-"""The reference's own datasets as oracle, where megatron-core is installed."""
+"""Megatron-LM's own datasets as oracle, where megatron-core is installed."""
 
 import importlib.util
 import json
@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_data import GPTDataset, IndexedReader, IndexedWriter, document_ranges, parse_split
+from mcore_data import (
+    Blend,
+    BlendedDataset,
+    Corpus,
+    GPTDataset,
+    IndexedReader,
+    IndexedWriter,
+    document_ranges,
+    parse_split,
+)
 
 CONFIGS = int(os.environ.get("MCORE_ORACLE_CONFIGS", "20"))
 
@@ -54,8 +63,8 @@ def _random_config(rng, folder, i):
     }
 
 
-def _write(rng, prefix):
-    longest = int(rng.integers(2, 200))
+def _write(rng, prefix, least=2):
+    longest = int(rng.integers(least, 200))
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(int(rng.integers(30, 300))):
             lengths = rng.integers(1, longest, int(rng.integers(1, 3)))
@@ -71,7 +80,7 @@ def _dense(bounds):
     return ~(causal & (segment[:, None] == segment[None]))
 
 
-def test_samples_are_the_references(tmp_path):
+def test_samples_are_those_of_megatron(tmp_path):
     """Same documents per split, same samples in the same order, same masks (U13)."""
     rng = np.random.default_rng(int(os.environ.get("MCORE_ORACLE_SEED", "0")))
     configs = [_random_config(rng, tmp_path, i) for i in range(CONFIGS)]
@@ -132,6 +141,79 @@ def test_samples_are_the_references(tmp_path):
                 np.testing.assert_array_equal(_dense(sample.cu_seqlens), mask, str(config))
             compared += len(ours)
     assert compared > 20 * CONFIGS
+
+
+def _random_blend(rng, folder, i):
+    """Files with weights or without, cut by a split or given for each part."""
+    config = _random_config(rng, folder, i)
+    prefixes = [f"{folder}/b{i}-{k}" for k in range(int(rng.integers(1, 6)))]
+    for prefix in prefixes:
+        _write(rng, prefix, least=60)  # the oracle never ends on a part too short for one sample
+    weights = None
+    if rng.random() < 0.6:
+        weights = (rng.random(len(prefixes)) ** 3 + 1e-4).tolist()
+    sizes = [int(rng.integers(1, 400)) for _ in range(3)]
+    if weights is None and rng.random() < 0.6:
+        sizes = [None] * 3
+    config |= {"seq_length": int(rng.choice([3, 8, 33])), "split": "8,1,1", "num_samples": sizes}
+    if rng.random() < 0.4:
+        one = prefixes[: int(rng.integers(1, len(prefixes) + 1))]
+        config["parts"] = [[prefixes, weights], [one, None], None]
+        config["num_samples"][2] = 0
+    else:
+        config["blend"] = [prefixes, weights]
+    return config | {"extra_token": True, "drop_last": True}
+
+
+def test_blends_are_those_of_megatron(tmp_path):
+    """U10: the same sources in the same order, and the same tokens, for any kind of blend."""
+    rng = np.random.default_rng(int(os.environ.get("MCORE_ORACLE_SEED", "0")) + 1)
+    configs = [_random_blend(rng, tmp_path, i) for i in range(CONFIGS)]
+    out = _run(configs, tmp_path)
+    blended = 0
+    for i, config in enumerate(configs):
+
+        def blend(entry):
+            return Blend(prefixes=tuple(entry[0]), weights=entry[1] and tuple(entry[1]))
+
+        if "parts" in config:
+            train, validation, _ = config["parts"]
+            corpus = Corpus(train=blend(train), validation={"validation": blend(validation)})
+        else:
+            corpus = Corpus(train=blend(config["blend"]), split=config["split"])
+        sizes = dict(zip(("train", "validation", "test"), config["num_samples"], strict=True))
+        parts = corpus.build(
+            **sizes,
+            seq_length=config["seq_length"],
+            seed=config["seed"],
+            eod_id=0,
+            reset_positions=config["reset_positions"],
+            mask_after_eod=config["mask_after_eod"],
+        )
+        for part, ours in enumerate((parts.train, parts.validation["validation"], parts.test)):
+            theirs = out.get(f"{i}/{part}/tokens")
+            if ours is None:
+                assert theirs is None
+                continue
+            if isinstance(ours, BlendedDataset):
+                blended += 1
+                for mine, name in (
+                    ("sources", "dataset_index"),
+                    ("samples", "dataset_sample_index"),
+                ):
+                    np.testing.assert_array_equal(
+                        getattr(ours.index, mine), out[f"{i}/{part}/{name}"], str(config)
+                    )
+            chosen = range(0, len(ours), config["stride"])
+            assert len(chosen) == len(theirs), config
+            for j, index in enumerate(chosen):
+                sample = ours[index]
+                np.testing.assert_array_equal(sample.tokens, theirs[j], str(config))
+                for mine, name in (("loss_mask", "loss_mask"), ("positions", "position_ids")):
+                    np.testing.assert_array_equal(
+                        getattr(sample, mine), out[f"{i}/{part}/{name}"][j], str(config)
+                    )
+    assert blended > CONFIGS
 
 
 def test_files_are_read_both_ways(tmp_path):

@@ -189,6 +189,13 @@ def test_wrong_names_are_explained(tmp_path):
         IndexedReader(tmp_path / "empty")
 
 
+def test_a_folder_beside_the_files_may_have_their_name(tmp_path):
+    """Megatron-LM keeps its index caches in such a folder."""
+    write(tmp_path / "c", [[1]])
+    (tmp_path / "c" / "cache").mkdir(parents=True)
+    assert IndexedReader(tmp_path / "c")[0].tolist() == [1]
+
+
 def test_nothing_appears_before_the_end_or_after_a_fault(tmp_path):
     write(tmp_path / "c", [[1]])
 

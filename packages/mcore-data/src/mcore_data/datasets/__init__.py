@@ -1,19 +1,36 @@
 """Samples for training, made from indexed token files."""
 
+from mcore_data.datasets.blend import Blend, BlendedDataset
+from mcore_data.datasets.blend_order import (
+    BlendIndex,
+    blend_index,
+    counted_blend_index,
+    scheduled_blend_index,
+)
+from mcore_data.datasets.corpus import Corpus, Parts, SourcePlan
 from mcore_data.datasets.gpt import GPTDataset, gpt_splits
 from mcore_data.datasets.gpt_index import GPTIndex, build_gpt_index
 from mcore_data.datasets.sample import Sample, SampleSource, segment_bounds, segment_positions
 from mcore_data.datasets.splits import document_ranges, parse_split
 
 __all__ = [
+    "Blend",
+    "BlendIndex",
+    "BlendedDataset",
+    "Corpus",
     "GPTDataset",
     "GPTIndex",
+    "Parts",
     "Sample",
     "SampleSource",
+    "SourcePlan",
+    "blend_index",
     "build_gpt_index",
+    "counted_blend_index",
     "document_ranges",
     "gpt_splits",
     "parse_split",
+    "scheduled_blend_index",
     "segment_bounds",
     "segment_positions",
 ]

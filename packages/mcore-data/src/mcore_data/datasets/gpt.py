@@ -39,7 +39,7 @@ class GPTDataset:
         reset_attention: make every document a segment of its own in `cu_seqlens`.
         mask_eod_loss: leave out of the loss the positions whose label is the EOD token.
         mask_after_eod: leave out of the loss the positions whose input is the EOD token and
-            whose label starts an unrelated document (the reference's `eod_mask_loss`).
+            whose label starts an unrelated document (Megatron-LM's `eod_mask_loss`).
         extra_token: read S + 1 tokens per sample, so that the last position has a label too;
             otherwise its loss mask is 0.
         drop_last: leave out a last sample that is shorter than S; otherwise it is filled with

@@ -31,7 +31,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
                 "valid is for example '969,30,1'"
             )
         weights.append(weight)
-    total = sum(weights)  # not fsum: boundaries agree with the reference to the last bit
+    total = sum(weights)  # not fsum: boundaries agree with Megatron-LM's to the last bit
     if not 0 < total < math.inf:
         raise ValueError(f"split {text!r}: the weights sum to {total}, one must be above 0")
     training, validation, test = (w / total for w in weights + [0.0] * (3 - len(weights)))
@@ -42,7 +42,7 @@ def document_ranges(split: str | tuple[float, float, float], num: int) -> tuple[
     """Return the ranges of documents of the three parts: disjoint, together 0 to `num`.
 
     Boundaries are the cumulative fractions times `num`, rounded half to even, which is how
-    the reference cuts.
+    Megatron-LM cuts.
     """
     fractions = parse_split(split) if isinstance(split, str) else split
     bounds = [0.0]

@@ -62,7 +62,8 @@ class IndexedReader:
         self._check_last(size)
 
     def _check_files(self) -> None:
-        if self.prefix.is_dir():
+        # Megatron-LM keeps its caches in a folder named as the prefix: that is no mistake.
+        if self.prefix.is_dir() and not self.idx_path.is_file():
             found = sorted(path.with_suffix("") for path in self.prefix.glob("*.idx"))
             hint = f", for example {found[0]}" if found else " (it holds no .idx)"
             raise ValueError(
