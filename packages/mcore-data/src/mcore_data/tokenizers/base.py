@@ -49,6 +49,11 @@ class Tokenizer(Protocol):
         """Id of what the vocabulary cannot express."""
         ...
 
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids with which a model expects a text to begin; `encode` leaves them to the caller."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, no special ids added; ValueError for lone surrogates."""
         ...

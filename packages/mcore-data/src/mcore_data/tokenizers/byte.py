@@ -20,6 +20,7 @@ class ByteTokenizer:
     eod_id: Final[int | None] = _BYTES
     pad_id: Final[int | None] = None
     unk_id: Final[int | None] = None
+    prefix_ids: Final[tuple[int, ...]] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of `text`; ValueError for lone surrogates."""

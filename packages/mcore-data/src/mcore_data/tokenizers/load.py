@@ -9,8 +9,9 @@ from mcore_data.tokenizers.byte import ByteTokenizer
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """Return the tokenizer that `source` names.
 
-    `source` is `byte`, a directory that `save` wrote, or a SentencePiece `.model` file.
-    Nothing is fetched from anywhere. ValueError says what is missing or unknown.
+    `source` is `byte`, a directory that `save` wrote, a folder of Hugging Face with a
+    `tokenizer.json`, or a SentencePiece `.model` file. Nothing is fetched from anywhere. ValueError
+    says what is missing or unknown.
     """
     path = Path(source)
     if path.is_file() and path.suffix == ".model":
@@ -19,8 +20,11 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if not path.is_dir():
         raise ValueError(
-            f"{source}: no tokenizer; give a directory with {CONFIG_FILE}, a .model file, or byte"
+            f"{source}: no tokenizer; give a directory with {CONFIG_FILE} or "
+            "tokenizer.json, a .model file, or byte"
         )
+    if (path / "tokenizer.json").is_file():
+        return _hf(path)
     config = read_config(path)
     kind = config.get("kind")
     if kind == "byte":
@@ -42,3 +46,15 @@ def _sentencepiece(path: Path, *, exact: bool) -> Tokenizer:
     from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
     return SentencePieceTokenizer.from_file(path, exact=exact)
+
+
+def _hf(path: Path) -> Tokenizer:
+    try:  # optional, and deferred as above
+        from mcore_data.tokenizers.hf import HFTokenizer
+    except ModuleNotFoundError as error:
+        if error.name != "tokenizers":
+            raise
+        raise ValueError(
+            f"{path}/tokenizer.json needs the tokenizers library: pip install 'mcore-data[hf]'"
+        ) from None
+    return HFTokenizer.from_folder(path)

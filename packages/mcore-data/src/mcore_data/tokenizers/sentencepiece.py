@@ -74,6 +74,11 @@ class SentencePieceTokenizer:
         """Id of the unknown piece."""
         return self._special(self._processor.unk_id())
 
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """None: what such a model's texts begin with its file does not say."""
+        return ()
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; ValueError for lone surrogates."""
         check_text(text)
