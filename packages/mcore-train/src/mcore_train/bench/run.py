@@ -14,6 +14,7 @@ from mcore_models import TokenBatch, count_parameters, flops_per_token
 from mcore_parallel import (
     ParallelMesh,
     all_reduce,
+    barrier,
     init_from_env,
     launch_local,
     launched_by_torchrun,
@@ -180,4 +181,6 @@ def _split(step: Step, batches: Iterator[list[TokenBatch]], lr: float) -> TimeSp
     def gradients() -> None:
         step.accumulate(next(batches), session.rng.next("dropout"))
 
-    return split_step(gradients, update, session.mesh.device)
+    return split_step(
+        gradients, update, session.mesh.device, together=lambda: barrier(session.mesh.world)
+    )

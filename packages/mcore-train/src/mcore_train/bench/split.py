@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from mcore_train.bench.clock import synchronise
 
@@ -18,6 +18,7 @@ Kind = Literal["matmul", "attention", "communication", "memory_bound"]
 # Kernels of cuBLAS, CUTLASS and hipBLASLt; the operators of torch that call a matrix library.
 _MATMUL = re.compile(r"gemm|nvjet|cutlass|xmma|splitk|^cijk|^aten::(addmm|mm|bmm|baddbmm|linear)")
 _ATTENTION = re.compile(r"flash|fmha|sdpa|scaled_dot_product|attention|cudnn_generated")
+_MARK = "mcore_train.bench"
 _COMMUNICATION = re.compile(r"nccl|^c10d::|gloo:")
 
 
@@ -64,13 +65,20 @@ def classify(name: str) -> Kind:
 
 
 def split_step(
-    gradients: Callable[[], object], update: Callable[[], object], device: torch.device
+    gradients: Callable[[], object],
+    update: Callable[[], object],
+    device: torch.device,
+    *,
+    together: Callable[[], object] = lambda: None,
 ) -> TimeSplit:
     """Run `gradients` under the profiler, then `update` under the clock; return the seconds.
 
-    The step under the profiler is slower than others: look at the shares.
+    `together` returns when all ranks have called it: none is then timed while it waits for another
+    that is still starting or stopping its profiler. The step is slower than without a profiler:
+    look at the shares.
     """
-    intervals, wall = _profiled(gradients, device)
+    intervals, wall = _profiled(gradients, device, together)
+    together()
     synchronise(device)
     start = time.perf_counter()
     update()
@@ -92,17 +100,24 @@ def split_step(
     )
 
 
-def _profiled(run: Callable[[], object], device: torch.device) -> tuple[list[_Interval], float]:
+def _profiled(
+    run: Callable[[], object], device: torch.device, together: Callable[[], object]
+) -> tuple[list[_Interval], float]:
     """What ran on the device, in seconds, and the wall time of the whole."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, acc_events=True) as profiler:
+        together()
         synchronise(device)
         start = time.perf_counter()
-        run()
+        with record_function(_MARK):
+            run()
         synchronise(device)
         wall = time.perf_counter() - start
-    events: Iterable[Any] = profiler.events() or ()
+    events: list[Any] = list(profiler.events() or ())
+    # What came before is the waiting for other ranks.
+    begin = min(e.time_range.start for e in events if e.name == _MARK)
+    events = [e for e in events if e.time_range.start >= begin]
     if cuda:
         found = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
         return [_interval(e) for e in found], wall
