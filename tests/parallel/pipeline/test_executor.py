@@ -1,5 +1,6 @@
 """The executor on real gloo stages against one process without any."""
 
+import time
 import weakref
 from contextlib import contextmanager
 
@@ -13,24 +14,32 @@ from mcore_parallel.pipeline import (
     SCHEDULES,
     Action,
     Channel,
+    DeferredGradients,
+    Line,
     PipelineError,
+    gpipe,
+    make_schedule,
     one_f_one_b,
     run_schedule,
 )
+from mcore_parallel.pipeline.inbox import Inbox
+from mcore_parallel.tensor import ColumnParallelLinear
 
 WIDTH = 6
 LENGTHS = [3, 7, 5, 2]
+LAYERS = 8
 
 
 class Layers(nn.Module):
-    """Some of six layers, each initialised by its own index, so that every split is one model."""
+    """Some of eight layers, each initialised by its own index, so that every split is one model."""
 
-    def __init__(self, which, total=6):
+    def __init__(self, which, total=LAYERS):
         super().__init__()
         self.first, self.last = 0 in which, total - 1 in which
         self.layers = nn.ModuleDict()
         for i in which:
-            layer = nn.Linear(WIDTH, WIDTH)
+            linear = ColumnParallelLinear(WIDTH, WIDTH, bias=True)
+            layer = nn.Sequential(linear, nn.LayerNorm(WIDTH)) if i % 2 else linear
             generator = torch.Generator().manual_seed(i)
             with torch.no_grad():
                 for param in layer.parameters():
@@ -54,26 +63,39 @@ def batches(lengths, dtype=torch.float32):
 
 
 def cut(world):
-    return [part.tolist() for part in np.array_split(np.arange(6), world)]
+    return [part.tolist() for part in np.array_split(np.arange(LAYERS), world)]
 
 
-def train_stage(kind, lengths, device):
+def made(kind, p, m, chunks=2):
+    return make_schedule(kind, p, m, chunks=chunks if kind in ("interleaved", "zb-v") else 1)
+
+
+def train_stage(kind, lengths, device, chunks=2):
     pp = Group.world()
-    model = Layers(cut(pp.size)[pp.rank]).to(device)
+    schedule = made(kind, pp.size, len(lengths), chunks)
+    line, actions = schedule.line, schedule[pp.rank]
+    parts = cut(line.last + 1)
+    models = nn.ModuleList(
+        Layers(parts[line.position(pp.rank, chunk)]).to(device) for chunk in range(line.num_chunks)
+    )
     micro_batches = [x.to(device) for x in batches(lengths)]
-    actions = SCHEDULES[kind](pp.size, len(lengths))[pp.rank]
+    later = DeferredGradients(models.parameters()) if schedule.splits_backward else None
     with Channel(pp, device=device) as channel:
-        losses = run_schedule(actions, model, micro_batches, channel)
-        evaluated = run_schedule(actions, model, micro_batches, channel, forward_only=True)
+        losses = run_schedule(
+            actions, list(models), micro_batches, channel, line=line, weight_gradients=later
+        )
+        evaluated = run_schedule(
+            actions, list(models), micro_batches, channel, line=line, forward_only=True
+        )
     return (
         [loss.cpu() for loss in losses],
         [loss.cpu() for loss in evaluated],
-        {name: grad.cpu() for name, grad in model.gradients().items()},
+        {name: grad.cpu() for model in models for name, grad in model.gradients().items()},
     )
 
 
 def train_alone(lengths):
-    model = Layers(range(6))
+    model = Layers(range(LAYERS))
     losses = [model(x, None) for x in batches(lengths)]
     torch.autograd.backward(losses)
     return [loss.detach() for loss in losses], model.gradients()
@@ -86,6 +108,12 @@ def test_any_split_equals_one_process(ranks, kind, world):
     compare(ranks, kind, world, "cpu")
 
 
+@pytest.mark.parametrize(("world", "chunks"), [(2, 3), (2, 4), (3, 2)])
+def test_more_chunks_equal_one_process(ranks, world, chunks):
+    """U32: interleaved, with more chunks; 5 micro-batches are no multiple of 2 or 3 stages."""
+    compare(ranks, "interleaved", world, "cpu", lengths=[*LENGTHS, 4], chunks=chunks)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -94,57 +122,27 @@ def test_stages_on_gpus_equal_one_process(ranks, kind):
     compare(ranks, kind, min(4, torch.cuda.device_count()), "cuda")
 
 
-def compare(ranks, kind, world, device):
-    lengths = [*LENGTHS, 0, 4]
+def compare(ranks, kind, world, device, lengths=(*LENGTHS, 0, 4), chunks=2):
     expected, gradients = train_alone(lengths)
-    stages = ranks.run(train_stage, world, kind, lengths, device, device=device)
+    stages = ranks.run(train_stage, world, kind, lengths, device, chunks, device=device)
     found = {}
+    end = 0 if kind == "zb-v" else world - 1
     for rank, (losses, evaluated, grads) in enumerate(stages):
         found |= grads
-        if rank < world - 1:
+        if rank != end:
             assert losses == evaluated == []
-    losses, evaluated, _ = stages[-1]
+    losses, evaluated, _ = stages[end]
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     assert all(a.equal(b) for a, b in zip(losses, evaluated, strict=True))
     torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-6)
 
 
 def test_one_stage_needs_no_process_group():
-    model = Layers(range(6))
+    model = Layers(range(LAYERS))
     losses = run_schedule(one_f_one_b(1, 4)[0], model, batches(LENGTHS), Group.single())
     expected, gradients = train_alone(LENGTHS)
     torch.testing.assert_close(losses, expected, rtol=0, atol=0)
     torch.testing.assert_close(model.gradients(), gradients, rtol=1e-5, atol=1e-6)
-
-
-def interleaved(world=2, chunks=2):
-    """One micro-batch through two chunks on each of two stages."""
-    lists = [[] for _ in range(world)]
-    line = [(c, s) for c in range(chunks) for s in range(world)]
-    for position, (chunk, stage) in enumerate(line):
-        kinds = ["RECV_F"] * (position > 0) + ["F"] + ["SEND_F"] * (position < len(line) - 1)
-        lists[stage] += [Action(kind, stage, chunk, 0) for kind in kinds]
-    for position, (chunk, stage) in reversed(list(enumerate(line))):
-        kinds = ["RECV_B"] * (position < len(line) - 1) + ["B"] + ["SEND_B"] * (position > 0)
-        lists[stage] += [Action(kind, stage, chunk, 0) for kind in kinds]
-    return lists
-
-
-def train_chunks():
-    pp = Group.world()
-    parts = cut(4)
-    chunks = [Layers(parts[pp.rank]), Layers(parts[2 + pp.rank])]
-    losses = run_schedule(interleaved()[pp.rank], chunks, batches([5]), pp)
-    return losses, chunks[0].gradients() | chunks[1].gradients()
-
-
-def test_several_chunks_on_a_stage(ranks):
-    """U32: the same loop runs interleaved lists."""
-    expected, gradients = train_alone([5])
-    (none, first), (losses, second) = ranks.run(train_chunks, 2)
-    assert none == []
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(first | second, gradients, rtol=1e-5, atol=1e-6)
 
 
 class FromNumpy(torch.autograd.Function):
@@ -175,14 +173,42 @@ def count_outputs(kind):
         return FromNumpy.apply(x * weight) if pp.rank < pp.size - 1 else (x * weight).sum()
 
     m = 12
-    actions = SCHEDULES[kind](pp.size, m)[pp.rank]
-    run_schedule(actions, stage, batches([4] * m), pp)
+    run_schedule(made(kind, pp.size, m)[pp.rank], stage, batches([4] * m), pp)
     return max(seen)
 
 
 def test_a_stage_keeps_outputs_only_until_they_have_been_used(ranks):
     """1F1B has a few outputs alive, however many micro-batches there are."""
     assert ranks.run(count_outputs, 3, "1f1b") == [2, 1, 0]  # as a forward begins
+
+
+def note_arrivals():
+    """Whether each message of stage 0 is there when stage 1, which is slower, takes it."""
+    pp = Group.world()
+    here = []
+    take = Inbox.take
+
+    def noted(self, stage, timeout):
+        here.append(not self._here[stage].empty())
+        return take(self, stage, timeout)
+
+    def stage(tokens, hidden):
+        if pp.rank == 1:
+            time.sleep(0.1)
+        return tokens if hidden is None else hidden.sum()
+
+    Inbox.take = noted
+    try:
+        run_schedule(
+            gpipe(2, 4).forward_only()[pp.rank], stage, batches([5] * 4), pp, forward_only=True
+        )
+    finally:
+        Inbox.take = take
+    return here
+
+
+def test_messages_arrive_while_the_stage_computes(ranks):
+    assert ranks.run(note_arrivals, 2)[1][1:] == [True] * 3
 
 
 def record_around():
@@ -263,7 +289,7 @@ def test_a_tensor_that_no_header_describes():
 
 
 def test_a_frozen_model_runs_without_a_backward():
-    model = Layers([0, 1, 2, 3, 4, 5])
+    model = Layers(range(LAYERS))
     model.requires_grad_(False)
     losses = run_schedule(one_f_one_b(1, 1)[0], model, batches([2]), Group.single())
     assert losses[0].dim() == 0
@@ -292,14 +318,39 @@ def test_an_unused_input_gets_gradient_zero(ranks):
     [
         (one_f_one_b(2, 1)[1], 1, "for stage 1, this is stage 0"),
         (one_f_one_b(1, 2)[0], 3, "2 micro-batches and 1 chunks on stage 0, but 3 micro-batches"),
-        ([Action(kind, 0, 0, 0) for kind in "FBW"], 1, "W of chunk 0, .* whole backwards"),
+        ([Action(kind, 0, 0, 0) for kind in "FBW"], 1, r"pass weight_gradients=DeferredGradients"),
     ],
 )
 def test_lists_that_do_not_fit(actions, count, message):
     with pytest.raises(ValueError, match=message):
-        run_schedule(actions, Layers(range(6)), batches([2] * count), Group.single())
+        run_schedule(actions, Layers(range(LAYERS)), batches([2] * count), Group.single())
+
+
+def test_a_line_that_does_not_fit():
+    line = Line(num_stages=2, num_chunks=2, zigzag=True)
+    with pytest.raises(ValueError, match="2 stages of 2 chunks, but there are 2 of 1"):
+        run_schedule(one_f_one_b(2, 1)[0], print, [0], Group(0, 2, (0, 1)), line=line)
 
 
 def test_a_loss_is_a_scalar():
     with pytest.raises(PipelineError, match=r"scalar loss, not a tensor of shape \[2, 6\]"):
         run_schedule(one_f_one_b(1, 1)[0], lambda x, _: x, batches([2]), Group.single())
+
+
+def test_a_stage_that_fails_closes_the_pipeline(ranks):
+    """The others hear of it at once and say whose fault it is."""
+    found = ranks.run(report_failure, 3)
+    assert found == [
+        "rank 0, pipeline stage 0, RECV_B of chunk 0, micro-batch 0: connection closed: rank 1 "
+        "(stage 1) failed in F of chunk 0, micro-batch 0: ValueError: seven is odd",
+        "rank 1, pipeline stage 1, F of chunk 0, micro-batch 0: ValueError: seven is odd",
+        "rank 2, pipeline stage 2, RECV_F of chunk 0, micro-batch 0: connection closed: rank 1 "
+        "(stage 1) failed in F of chunk 0, micro-batch 0: ValueError: seven is odd",
+    ]
+
+
+def report_failure():
+    try:
+        fail_on(1, 0)
+    except PipelineError as error:
+        return str(error)

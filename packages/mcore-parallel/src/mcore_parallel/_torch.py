@@ -7,6 +7,7 @@ Everything else in the package uses the functions below.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,21 @@ def has_cpu_backend(pg: dist.ProcessGroup) -> bool:
 def default_store() -> Any:
     """Return the store of the current world, through which its ranks found each other."""
     return c10d._get_default_store()
+
+
+def break_connections(pg: dist.ProcessGroup) -> None:
+    """Close all connections of a gloo group.
+
+    Waits on both sides then raise, those of other threads too. gloo offers no other way to end a
+    wait than a timeout, after which it closes every connection of the group.
+    """
+    for peer in dist.get_process_group_ranks(pg):
+        if peer == dist.get_rank():
+            continue
+        with contextlib.suppress(RuntimeError):  # raised where this connection is closed already
+            # The tag is one that nobody uses and that belongs to the same connections as tag 0.
+            work: Any = dist.irecv(torch.empty(1), src=peer, group=pg, tag=1 << 20)
+            work.wait(datetime.timedelta(milliseconds=1))
 
 
 def backend_of(pg: dist.ProcessGroup) -> str:

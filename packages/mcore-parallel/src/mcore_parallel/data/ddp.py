@@ -165,6 +165,8 @@ class GradientBuckets:
 
     def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         def accumulate(param: Tensor) -> None:
+            if param.grad is None and not param.grad_added_to_main:  # type: ignore[attr-defined]
+                return  # the operator keeps it for later (`DeferredGradients`), or there is none
             if self.finished or index < len(self._works):
                 raise RuntimeError(
                     f"a gradient of {slot.name} arrived after its bucket was reduced: call zero() "
@@ -172,7 +174,8 @@ class GradientBuckets:
                 )
             if param.grad_added_to_main:  # type: ignore[attr-defined]
                 param.grad_added_to_main = False  # type: ignore[attr-defined]
-            elif param.grad is not None:
+            else:
+                assert param.grad is not None
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None
             if self._sync:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_parallel import _torch
 from mcore_parallel.collectives import Work, receive_into, send_to
 from mcore_parallel.group import Group
 
@@ -153,6 +154,14 @@ class Channel:
         """Return when everything sent has left."""
         while self._sent:
             self._sent.popleft().wait()
+
+    def abandon(self) -> None:
+        """Break the connections: after a fault, so that no stage and no thread waits for ever.
+
+        The group cannot carry messages any more.
+        """
+        if self.group.size > 1:
+            _torch.break_connections(self._headers.process_group)
 
     def close(self) -> None:
         """Destroy the process group that this channel made; all stages call it together."""

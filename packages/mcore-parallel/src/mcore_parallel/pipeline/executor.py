@@ -71,7 +71,8 @@ def run_schedule(
         ValueError: the actions belong to another stage or do not fit micro-batches and chunks.
         PipelineError: something failed inside an action; or a message did not come within
             `Channel.timeout`, and then the reason names the stage that is in the way and its
-            action; or a stage is gone.
+            action; or a stage is gone. The connections between the stages are closed, so that all
+            of them raise; the group cannot be used again.
     """
     channel = pp if isinstance(pp, Channel) else Channel(pp)
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
@@ -108,8 +109,10 @@ def run_schedule(
                 with run.guarded(action, line.partner(action).stage):
                     run.has_left(action)
             channel.flush()
-    finally:
+    except BaseException:
         inbox.close()
+        channel.abandon()
+        raise
     return [run.results[i] for i in sorted(run.results)]
 
 
@@ -187,9 +190,11 @@ class _Run(Generic[M]):
     def reason(self, action: Action, error: Exception) -> str:
         """Say what went wrong, and tell the other stages before they see this one go."""
         if isinstance(error, queue.Empty):
-            reason = fault = self.watch.who_is_late(self.line.partner(action).stage)
+            fault = self.watch.who_is_late(self.line.partner(action).stage)
+            reason = f"timed out waiting {self.channel.timeout.total_seconds():g} s: {fault}"
         elif isinstance(error, LostError):
-            reason = fault = self.watch.who_is_gone(self.line.partner(action).stage)
+            fault = self.watch.who_is_gone(self.line.partner(action).stage)
+            reason = f"connection closed: {fault}"
         else:
             reason = f"{type(error).__name__}: {error}"
             fault = f"{self.watch.name(action.stage)} failed in {action}: {reason}"

@@ -27,8 +27,7 @@ class Inbox:
     while this stage computes. On CUDA a thread receives on a stream of its own: on the stream that
     computes, a transfer would wait for all work queued there.
 
-    The threads end with the last message of the run. After a fault they stay until their process
-    groups are destroyed.
+    The threads end with the last message of the run, and after a fault with `Channel.abandon`.
     """
 
     def __init__(self, channel: Channel, actions: Sequence[Action], line: Line) -> None:

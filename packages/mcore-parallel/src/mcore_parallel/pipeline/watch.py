@@ -73,19 +73,17 @@ class Watch:
     def who_is_late(self, stage: int) -> str:
         """Say who keeps `stage` from sending: the one at the end of those who wait for others."""
         passed: set[int] = set()
-        waited = f"timed out waiting {self._timeout:g} s"
         while True:
             report = self._read(stage)
-            name = self.name(stage)
             if report is None or report.run < self._run:
-                return f"{waited}: {name} has not begun this run"
+                return f"{self.name(stage)} gives no sign of life in this run"
             if report.fault is not None:
                 return report.fault
             if time.time() - report.at > self._timeout:
-                return f"{waited}: {name} gives no sign of life since {report.doing}"
+                return f"{self.name(stage)} gives no sign of life since {report.doing}"
             passed.add(stage)
             if report.waits_for is None or report.waits_for in passed:
-                return f"{waited}: {name} is in {report.doing}"
+                return f"{self.name(stage)} is in {report.doing}"
             stage = report.waits_for
 
     def who_is_gone(self, stage: int) -> str:
@@ -93,7 +91,7 @@ class Watch:
         report = self._read(stage)
         if report is not None and report.run == self._run and report.fault is not None:
             return report.fault
-        return f"{self.name(stage)} is gone (connection closed)"
+        return f"{self.name(stage)} is gone"
 
     def name(self, stage: int) -> str:
         """Return how messages call a stage."""
