@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_data import IndexedReader, IndexedWriter, build_index
+from mcore_data.indexed import reader as reader_module
 
 
 def write(prefix, documents, dtype="uint16"):
@@ -22,9 +23,13 @@ def write(prefix, documents, dtype="uint16"):
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 255), max_size=9), max_size=4), max_size=9)
 
 
-@given(documents=DOCUMENTS, dtype=st.sampled_from(["uint8", "int16", "int32", "int64", "uint16"]))
+@given(
+    documents=DOCUMENTS,
+    dtype=st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "uint16", "f4", "f8"]),
+    access=st.sampled_from(["mmap", "pread"]),
+)
 @settings(max_examples=60, deadline=None)
-def test_round_trip(tmp_path_factory, documents, dtype):
+def test_round_trip(tmp_path_factory, documents, dtype, access):
     prefix = tmp_path_factory.mktemp("d") / "corpus"
     values = [[token % 120 for token in s] for d in documents for s in d]
     with IndexedWriter(prefix, dtype) as writer:
@@ -35,8 +40,8 @@ def test_round_trip(tmp_path_factory, documents, dtype):
     lengths = np.array([len(v) for v in values], np.int64)
     index = Path(f"{prefix}.idx").read_bytes()
     assert index == build_index(lengths, ends, dtype)
-    with IndexedReader(prefix) as reader:
-        reader.verify()
+    with IndexedReader(prefix, access=access) as reader:
+        reader.verify(vocab_size=120)
         assert reader.dtype == np.dtype(dtype)
         assert [s.tolist() for s in reader] == values
         assert reader.lengths.tolist() == lengths.tolist()
@@ -64,8 +69,23 @@ def test_slices_of_a_sequence(tmp_path):
 
 def test_readers_travel_between_processes(tmp_path):
     write(tmp_path / "c", [[1, 2], [3]])
-    copy = pickle.loads(pickle.dumps(IndexedReader(tmp_path / "c")))
-    assert copy[0].tolist() == [1, 2]
+    for access in ("mmap", "pread"):
+        copy = pickle.loads(pickle.dumps(IndexedReader(tmp_path / "c", access=access)))
+        assert (copy[0].tolist(), copy.access) == ([1, 2], access)
+    with pytest.raises(ValueError, match="access is 'map', it can be 'mmap' or 'pread'"):
+        IndexedReader(tmp_path / "c", access="map")
+
+
+def test_positioned_reads_hold_no_file_open_and_notice_a_shortened_one(tmp_path):
+    write(tmp_path / "c", [[1, 2], [3]])
+    opened = len(os.listdir("/proc/self/fd"))
+    with IndexedReader(tmp_path / "c", access="pread") as reader:
+        assert len(os.listdir("/proc/self/fd")) == opened + 1
+        os.truncate(tmp_path / "c.bin", 2)
+        with pytest.raises(EOFError, match="ends 2 bytes too early"):
+            reader.get(0)
+    del reader
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_modes(tmp_path):
@@ -163,19 +183,47 @@ def test_damaged_files_are_named(tmp_path, fault, message):
         (34, b"\xff\xff\xff\xff", "sequence 0 has a negative length"),
         (34, b"\x09", "sequence 0 ends after the 10 bytes"),
         (42, b"\xfe" + b"\xff" * 7, r"sequence 0 starts before byte 0 \(offset -2, length 3\)"),
+        (34, b"\x02", r"sequence 1 does not start where the one before ends \(offset 6, length 2"),
         (66, b"\x03", r"document 1 ends before it starts \(2 after 3\)"),
     ],
 )
-def test_verify_finds_inner_damage(tmp_path, position, value, message):
+@pytest.mark.parametrize("access", ["mmap", "pread"])
+def test_verify_finds_inner_damage(tmp_path, position, value, message, access):
     write(tmp_path / "c", [[1, 2, 3], [4, 5]])
-    IndexedReader(tmp_path / "c").verify()
+    IndexedReader(tmp_path / "c", access=access).verify()
     damage(tmp_path / "c.idx", position, value)
-    reader = IndexedReader(tmp_path / "c")
+    reader = IndexedReader(tmp_path / "c", access=access)
     with pytest.raises(ValueError, match=message):
         reader.verify()
     if position == 42:
         with pytest.raises(ValueError, match="sequence 0 is said to lie at bytes -2 to 4"):
             reader.get(0)
+
+
+def test_verify_finds_files_that_are_no_pair(tmp_path):
+    """The index of another corpus, or of the same in another dtype, fits only by chance."""
+    write(tmp_path / "c", [[1, 2, 3], [4, 5]])
+    write(tmp_path / "wide", [[1, 2, 3], [4, 5]], "int32")
+    (tmp_path / "c.bin").write_bytes((tmp_path / "wide.bin").read_bytes())
+    with pytest.raises(
+        ValueError, match=r"c.bin: 20 bytes where the 2 .* take 0 to 10: .* no pair"
+    ):
+        IndexedReader(tmp_path / "c").verify()
+
+
+def test_verify_reads_the_tokens(tmp_path, monkeypatch):
+    write(tmp_path / "c", [[1, 2], [], [3, 9, 4]])
+    monkeypatch.setattr(reader_module, "_TOKENS", 2)
+    reader = IndexedReader(tmp_path / "c")
+    reader.verify(vocab_size=10)
+    message = (
+        r"c.bin: token 9 at position 1 of sequence 2 \(byte 6\) is outside the vocabulary of 9"
+    )
+    with pytest.raises(ValueError, match=message):
+        reader.verify(vocab_size=9)
+    write(tmp_path / "n", [[1, -2]], "int16")
+    with pytest.raises(ValueError, match="token -2 at position 1 of sequence 0"):
+        IndexedReader(tmp_path / "n").verify(vocab_size=5)
 
 
 def test_wrong_names_are_explained(tmp_path):

@@ -69,6 +69,16 @@ class _Part:
     cut: int | None  # which of the three ranges of documents; None: all documents
     num_samples: int | None
 
+    @property
+    def single(self) -> bool:
+        """Whether the part is the dataset of its one file.
+
+        Megatron-LM blends one file that is cut by a split and has a weight (its dataset is then a
+        little longer than asked for), and does not blend it when the part has files of its own.
+        """
+        weighted = self.blend.weights is not None and self.cut is not None
+        return len(self.blend.prefixes) == 1 and self.blend.counts is None and not weighted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -222,7 +232,7 @@ class Corpus:
                 for p, r in zip(part.blend.prefixes, ranges, strict=True)
             ]
             per_epoch = [num_epoch_samples(count, seq_length) for count in tokens]
-            if len(tokens) == 1 and part.blend.counts is None:
+            if part.single:
                 drawn = [per_epoch[0] if part.num_samples is None else part.num_samples]
             else:
                 drawn = (
@@ -351,7 +361,7 @@ def _build_part(
     def source(k: int, count: int | None) -> SampleSource:
         return open_source(readers[prefixes[k]], ranges[k], count)
 
-    if len(prefixes) == 1 and part.blend.counts is None:
+    if part.single:
         return source(0, part.num_samples)
     opened: dict[int, SampleSource] = {}
     if part.blend.weights is None and part.blend.counts is None:

@@ -1,5 +1,6 @@
 """Indexed token files: `.bin` with the tokens, `.idx` with where each sequence lies."""
 
+from mcore_data.indexed.files import merge, split
 from mcore_data.indexed.format import (
     DTYPES,
     IndexHeader,
@@ -19,7 +20,9 @@ __all__ = [
     "IndexedWriter",
     "build_index",
     "index_header",
+    "merge",
     "parse_header",
     "sequence_offsets",
+    "split",
     "token_dtype",
 ]

@@ -1,18 +1,60 @@
-"""Read `.bin/.idx` files through a memory map."""
+"""Read `.bin/.idx` files, through a memory map or by positioned reads."""
 
+import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.format import HEADER, IndexHeader, parse_header
+from mcore_data.indexed.format import HEADER, IndexHeader, parse_header, sequence_offsets
+
+_TOKENS: Final = 1 << 22  # tokens that verify looks at, at a time
+
+
+class _Mapped:
+    """The bytes of a file through a memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self.size = path.stat().st_size
+        self._map: NDArray[np.uint8] = (
+            np.memmap(path, mode="r") if self.size else np.empty(0, np.uint8)
+        )
+
+    def read(self, dtype: np.dtype[Any], count: int, begin: int) -> NDArray[Any]:
+        return np.frombuffer(self._map, dtype, count, begin)
+
+
+class _Positioned:
+    """The bytes of a file through `pread`: no map, each access reads what it asks for."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        self.size = os.fstat(self._fd).st_size
+
+    def read(self, dtype: np.dtype[Any], count: int, begin: int) -> NDArray[Any]:
+        wanted, parts = count * dtype.itemsize, []
+        while wanted > 0:
+            part = os.pread(self._fd, wanted, begin)  # the system may give less at a time
+            if not part:
+                raise EOFError(f"the file ends {wanted} bytes too early: it became shorter")
+            parts.append(part)
+            begin += len(part)
+            wanted -= len(part)
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype)
 
 
 class IndexedReader:
-    """The sequences of `PREFIX.bin` and `PREFIX.idx`, mapped, never loaded.
+    """The sequences of `PREFIX.bin` and `PREFIX.idx`, never loaded as a whole.
+
+    Args:
+        prefix: path without `.bin` and `.idx`.
+        access: how tokens are read. `mmap` maps the file; `pread` reads each sequence when it is
+            asked for and keeps the index in memory, which suits file systems over a network.
 
     Attributes:
         dtype: how tokens are stored.
@@ -31,15 +73,16 @@ class IndexedReader:
 
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, access: Literal["mmap", "pread"] = "mmap") -> None:
+        if access not in ("mmap", "pread"):
+            raise ValueError(f"access is {access!r}, it can be 'mmap' or 'pread'")
+        self.access: Literal["mmap", "pread"] = access
         self.prefix = Path(prefix)
         self.bin_path = self.prefix.with_name(self.prefix.name + ".bin")
         self.idx_path = self.prefix.with_name(self.prefix.name + ".idx")
         self._check_files()
-        index = np.memmap(self.idx_path, mode="r") if self.idx_path.stat().st_size else None
-        raw = b"" if index is None else index[: HEADER.size].tobytes()
-        header = parse_header(raw, str(self.idx_path))
-        assert index is not None
+        index = self._load_index()
+        header = parse_header(index[: HEADER.size].tobytes(), str(self.idx_path))
         multimodal = self._check_index_size(header, index.size)
         self.dtype: np.dtype[Any] = header.dtype
         s, d = header.num_sequences, header.num_documents
@@ -55,11 +98,17 @@ class IndexedReader:
                 f"{self.document_indices[-1]}, it must run from 0 to the {s} sequences"
             )
         self._empty = np.empty(0, self.dtype)
-        size = self.bin_path.stat().st_size
-        self._bin: NDArray[np.uint8] = (
-            np.memmap(self.bin_path, mode="r") if size else np.empty(0, np.uint8)
+        self._bin: _Mapped | _Positioned | None = (
+            _Mapped(self.bin_path) if access == "mmap" else _Positioned(self.bin_path)
         )
-        self._check_last(size)
+        self._check_last(self._bin.size)
+
+    def _load_index(self) -> NDArray[np.uint8]:
+        if self.access == "pread":
+            return np.fromfile(self.idx_path, np.uint8)
+        if not self.idx_path.stat().st_size:  # which cannot be mapped
+            return np.empty(0, np.uint8)
+        return np.memmap(self.idx_path, mode="r")
 
     def _check_files(self) -> None:
         # Megatron-LM keeps its caches in a folder named as the prefix: that is no mistake.
@@ -125,12 +174,32 @@ class IndexedReader:
             )
         width = self.dtype.itemsize
         begin = int(self.offsets[index]) + offset * width
+        assert self._bin is not None
         if begin < 0 or begin + count * width > self._bin.size:
             raise ValueError(
                 f"{self.bin_path}: {self._bin.size} bytes, sequence {index} is said to lie at "
                 f"bytes {begin} to {begin + count * width}"
             )
-        return np.frombuffer(self._bin, self.dtype, count, begin) if count else self._empty
+        return self._bin.read(self.dtype, count, begin) if count else self._empty
+
+    def get_run(self, first: int, stop: int) -> NDArray[Any] | None:
+        """Return the tokens of sequences `first` to `stop` - 1 back to back, without copying them.
+
+        None when they do not lie back to back in the file.
+        """
+        if not 0 <= first <= stop <= len(self.lengths):
+            raise IndexError(f"{self.prefix}: sequences {first} to {stop} of {len(self.lengths)}")
+        if first == stop:
+            return self._empty
+        lengths, offsets = self.lengths[first:stop], self.offsets[first:stop]
+        begin = int(offsets[0])
+        if not np.array_equal(offsets, sequence_offsets(lengths, self.dtype, begin)):
+            return None
+        count = int(lengths.sum(dtype=np.int64))
+        assert self._bin is not None
+        if begin < 0 or begin + count * self.dtype.itemsize > self._bin.size:
+            return None
+        return self._bin.read(self.dtype, count, begin) if count else self._empty
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         return self.get(index)
@@ -146,21 +215,34 @@ class IndexedReader:
         parts = [self.get(i) for i in range(first, last)]
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
-    def verify(self) -> None:
-        """Check every length, offset and document boundary; ValueError names the first fault."""
+    def verify(self, vocab_size: int | None = None) -> None:
+        """Check every length, offset and document boundary; ValueError names the first fault.
+
+        Sequences must lie back to back and fill the `.bin`, as every writer of the format leaves
+        them: else the two files do not belong together. `vocab_size`: also read every token and
+        check that it lies in 0 to vocab_size - 1.
+        """
+        assert self._bin is not None
         size = self._bin.size
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         for name, wrong in (
             ("has a negative length", self.lengths < 0),
             ("starts before byte 0", self.offsets < 0),
             (f"ends after the {size} bytes of the .bin", ends > size),
+            ("does not start where the one before ends", self.offsets[1:] != ends[:-1]),
         ):
             if wrong.any():
-                i = int(wrong.argmax())
+                i = int(wrong.argmax()) + len(ends) - len(wrong)
                 raise ValueError(
                     f"{self.idx_path}: sequence {i} {name} "
                     f"(offset {self.offsets[i]}, length {self.lengths[i]})"
                 )
+        filled = int(ends[-1]) if len(ends) else 0
+        if filled != size or (len(ends) and self.offsets[0]):
+            raise ValueError(
+                f"{self.bin_path}: {size} bytes where the {len(ends)} sequences of its index take "
+                f"{int(self.offsets[0]) if len(ends) else 0} to {filled}: the files are no pair"
+            )
         falls = np.diff(self.document_indices) < 0
         if falls.any():
             i = int(falls.argmax())
@@ -168,10 +250,29 @@ class IndexedReader:
                 f"{self.idx_path}: document {i} ends before it starts "
                 f"({self.document_indices[i + 1]} after {self.document_indices[i]})"
             )
+        if vocab_size is not None:
+            self._verify_tokens(vocab_size)
+
+    def _verify_tokens(self, vocab_size: int) -> None:
+        assert self._bin is not None
+        width = self.dtype.itemsize
+        for first in range(0, self._bin.size // width, _TOKENS):
+            count = min(_TOKENS, self._bin.size // width - first)
+            tokens = self._bin.read(self.dtype, count, first * width)
+            wrong = (tokens < 0) | (tokens >= vocab_size)
+            if wrong.any():
+                place = first + int(wrong.argmax())
+                sequence = int(np.searchsorted(self.offsets, place * width, side="right")) - 1
+                offset = place - int(self.offsets[sequence]) // width
+                raise ValueError(
+                    f"{self.bin_path}: token {tokens[place - first]} at position {offset} of "
+                    f"sequence {sequence} (byte {place * width}) is outside the vocabulary of "
+                    f"{vocab_size}"
+                )
 
     def close(self) -> None:
         """Let go of the maps (they vanish once no array taken from them is alive)."""
-        self._bin = np.empty(0, np.uint8)
+        self._bin = None
         self.lengths = np.empty(0, np.int32)
         self.offsets = np.empty(0, np.int64)
         self.document_indices = np.zeros(1, np.int64)
@@ -188,5 +289,9 @@ class IndexedReader:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type["IndexedReader"], tuple[Path]]:
-        return type(self), (self.prefix,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self.prefix, self.access)
+
+
+def _open(prefix: Path, access: Literal["mmap", "pread"]) -> IndexedReader:
+    return IndexedReader(prefix, access=access)

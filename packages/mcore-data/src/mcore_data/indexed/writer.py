@@ -12,8 +12,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mcore_data._files import abandoned, create_temporary, exclusive, fsync_path
 from mcore_data.indexed.format import MAX_LENGTH, dtype_code, index_header, sequence_offsets
+from mcore_data.indexed.reader import IndexedReader
 
 _CHUNK = 1 << 18  # sequences turned into offsets at a time
+_COPIED = 1 << 22  # tokens copied at a time
 
 
 def _spool(folder: Path) -> BinaryIO:
@@ -76,6 +78,57 @@ class IndexedWriter:
         """Append many documents of one sequence each: `tokens` back to back, `lengths` [D]."""
         sizes = np.asarray(lengths, np.int64)
         self._write(self._checked(tokens), sizes, np.ones(len(sizes), np.int64), None)
+
+    def append(self, reader: IndexedReader, documents: range | None = None) -> None:
+        """Copy documents of another file (default: all), in a range of step 1.
+
+        Memory does not grow with them. ValueError when the file has another dtype, or modes where
+        this one has none, or no such documents.
+        """
+        chosen = range(reader.num_documents) if documents is None else documents
+        if chosen.step != 1 or not 0 <= chosen.start <= max(chosen.stop, chosen.start):
+            raise ValueError(f"documents {chosen} are no range of step 1")
+        if chosen and chosen.stop > reader.num_documents:
+            raise ValueError(
+                f"{reader.prefix}: documents {chosen.start} to {chosen.stop} asked for, it has "
+                f"{reader.num_documents}"
+            )
+        if reader.dtype != self.dtype:
+            raise ValueError(
+                f"{reader.prefix} holds {reader.dtype.name}, {self.prefix} is written as "
+                f"{self.dtype.name}"
+            )
+        # Without sequences a file does not tell whether it has modes.
+        if len(reader) and (reader.modes is not None) != (self._modes is not None):
+            has = "has a mode for each sequence" if reader.modes is not None else "has no modes"
+            raise ValueError(f"{reader.prefix} {has}, {self.prefix} is written the other way")
+        bounds = reader.document_indices
+        start = chosen.start
+        while start < chosen.stop:
+            # As many documents as fit one step, by the length of their sequences: one at least.
+            first = int(bounds[start])
+            sizes = np.cumsum(reader.lengths[first : first + _CHUNK], dtype=np.int64)
+            last = first + int(np.searchsorted(sizes, _COPIED, side="right"))
+            stop = int(np.searchsorted(bounds, last, side="right")) - 1
+            stop = min(max(stop, start + 1), chosen.stop)
+            self._append(reader, start, stop)
+            start = stop
+
+    def _append(self, reader: IndexedReader, start: int, stop: int) -> None:
+        bounds = reader.document_indices[start : stop + 1]
+        first, last = int(bounds[0]), int(bounds[-1])
+        tokens = reader.get_run(first, last)
+        if tokens is None:
+            tokens = np.concatenate([reader.get(i) for i in range(first, last)])
+        lengths = np.asarray(reader.lengths[first:last], np.int64)
+        modes = (
+            None
+            if self._modes is None
+            else []
+            if reader.modes is None
+            else (reader.modes[first:last].tolist())
+        )
+        self._write(tokens, lengths, np.diff(bounds), modes)
 
     def _checked(self, tokens: ArrayLike) -> NDArray[Any]:
         values = np.asarray(tokens)
