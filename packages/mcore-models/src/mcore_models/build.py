@@ -18,9 +18,6 @@ from mcore_parallel import (
     all_gather_object,
     initialise,
 )
-from mcore_parallel import (
-    stage_layers as layers_of_stages,
-)
 
 DEFAULT_KEY = RngKey(0)
 """The seed of a model that was given none."""
@@ -47,7 +44,8 @@ def build_model(
         device: where the parameters lie; default the mesh's. "meta" gives a model without memory.
         builders: makers of parts by pattern letter, and of all norms by the name "norm".
         key: seed of the initial values; `None` leaves zeros, for a model about to be loaded.
-        stage_layers: global indices of the layers held here; default the mesh's division.
+        stage_layers: global indices of the layers held here, as one chunk; default the mesh's
+            division.
 
     Ranks of a mesh with processes call it together: they compare what they build over
     `mesh.world`.
@@ -63,9 +61,7 @@ def build_model(
         place = mesh.device if device.type == "meta" else device
         target = Target.of(place, dtype=dtype, head_dim=config.head_size or None)
         kernels = Kernels(kernels or KernelConfig(), target)
-    if stage_layers is None:
-        stages = layers_of_stages(config.num_layers, mesh.pp.size, mesh.config.stage_layers)
-        stage_layers = stages[mesh.pp.rank]
+    chunks = [stage_layers] if stage_layers is not None else _chunks(config, mesh)
     _check_agreement(mesh, config, kernels, key)
     build = BuildContext(
         mesh=mesh,
@@ -75,11 +71,17 @@ def build_model(
         builders=dict(builders or {}),
         key=RngKey(0) if key is None else key,
     )
-    model = GPT(config, build, stage_layers)
+    model = GPT(config, build, chunks)
     if device.type == "meta":
         return model.to(device)
     _place(model, device, dtype, key)
     return model
+
+
+def _chunks(config: ModelConfig, mesh: ParallelMesh) -> list[range]:
+    """The layers of each chunk of this rank's pipeline stage."""
+    line, placed = mesh.config.line, mesh.config.place_layers(config.num_layers)
+    return [placed[line.position(mesh.pp.rank, chunk)] for chunk in range(line.num_chunks)]
 
 
 def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
@@ -117,7 +119,7 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         above = next((degree for degree in range(tp + 1, most + 1) if not bad(degree)), None)
         near = f"{below}" if above is None else f"{below} or {above}"
         raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
-    layers_of_stages(config.num_layers, parallel.pp, parallel.stage_layers)
+    parallel.place_layers(config.num_layers)
 
 
 def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:

@@ -4,6 +4,7 @@ T tokens, B samples, S length, H hidden, V vocabulary, v this rank's (padded) sh
 t = T / tp under sequence parallelism, else T.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,13 +37,17 @@ from mcore_parallel.tensor import (
 class GPT(nn.Module):
     """A stack of layers between a token embedding and a vocabulary head.
 
-    Make it with `build_model`. As one pipeline stage of several it holds that stage's layers; the
-    first stage has the embedding, the last the final norm and the head. With tied embeddings the
-    last stage holds a copy of `embedding.weight`, which `specs` describes as a replica.
+    Make it with `build_model`. As one pipeline stage of several it holds that stage's layers, in
+    `chunks` that lie apart in the model; the first chunk of all has the embedding, the last the
+    final norm and the head. With tied embeddings the last stage holds a copy of `embedding.weight`,
+    which `specs` describes as a replica.
     """
 
-    def __init__(self, config: ModelConfig, build: BuildContext, layers: Sequence[int]) -> None:
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, chunks: Sequence[Sequence[int]]
+    ) -> None:
         super().__init__()
+        self.chunks = tuple(tuple(layers) for layers in chunks)
         self.config = config
         self.mesh = build.mesh
         self.kernels = build.kernels
@@ -53,7 +58,7 @@ class GPT(nn.Module):
             self.embedding = _token_embedding(config, build)
         if self.is_first and config.position == "learned":
             self.position_embedding = PositionEmbedding(config, build)
-        self.layers = Decoder(config, build, layers)
+        self.layers = Decoder(config, build, itertools.chain(*self.chunks))
         if self.is_last:
             self.final_norm = build_norm(config, build, config.num_layers)
             self.lm_head = _head(config, build)
@@ -69,7 +74,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: on a pipeline stage that is not the whole model.
         """
-        if not (self.is_first and self.is_last):
+        if not (self.is_first and self.is_last and len(self.chunks) == 1):
             raise ValueError(
                 f"forward needs the whole model, and this is stage {self.mesh.pp.rank} of "
                 f"{self.mesh.pp.size}: use stage_forward"
@@ -88,6 +93,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         logits_at: Tensor | None = None,
         auxiliary: AuxiliaryLosses | None = None,
+        chunk: int = -1,
     ) -> Tensor:
         """Run this stage: the first one from `batch.tokens`, later ones from `hidden` [t, H].
 
@@ -103,19 +109,22 @@ class GPT(nn.Module):
             logits_at: [R] int64, the tokens whose logits are wanted (last stage; default all).
             auxiliary: takes the losses of this stage's layers, in training mode; see
                 `auxiliary_losses`. Without it there are none.
+            chunk: which of this stage's chunks to run, default the last.
 
         Raises:
             ValueError: hidden states given to the first stage or missing on a later one; dropout
                 without a key or rows; positions past the learned table; a number of tokens that
                 sequence parallelism cannot cut.
         """
-        self._check_call(batch, hidden)
+        chunk %= len(self.chunks)
+        first = self.is_first and chunk == 0
+        self._check_call(batch, hidden, first)
         context = self._context(batch, rng, cache, auxiliary)
-        if self.is_first:
+        if first:
             hidden = self._embed(context)
         assert hidden is not None
-        hidden = self.layers(hidden, context)
-        if not self.is_last:
+        hidden = self.layers(hidden, context, self.chunks[chunk])
+        if not self.is_last or chunk < len(self.chunks) - 1:
             return hidden
         hidden = self.final_norm(hidden)
         if logits_at is not None:
@@ -238,9 +247,9 @@ class GPT(nn.Module):
         size = rows.shape[0] // self.mesh.tp.size
         return rows[self.mesh.tp.rank * size :][:size]
 
-    def _check_call(self, batch: TokenBatch, hidden: Tensor | None) -> None:
-        if self.is_first != (hidden is None):
-            wants = "starts from the tokens" if self.is_first else "needs the stage before's hidden"
+    def _check_call(self, batch: TokenBatch, hidden: Tensor | None, first: bool) -> None:
+        if first != (hidden is None):
+            wants = "starts from the tokens" if first else "needs the stage before's hidden"
             raise ValueError(f"stage {self.mesh.pp.rank} of {self.mesh.pp.size} {wants}")
         limit = self.config.max_positions
         if self.config.position == "learned" and batch.max_seqlen > limit:

@@ -8,12 +8,32 @@ import math
 from dataclasses import dataclass
 
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
+from mcore_parallel.pipeline.actions import Line
+from mcore_parallel.pipeline.schedules import check_kind
+from mcore_parallel.stages import StageLayout, stage_layers
 
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
-_SWITCHES = {"sp": "sequence_parallel", "zero": "shard_optimizer", "overlap": "overlap"}
-_EXAMPLES = {"order": "tp-cp-ep-dp-pp", "stages": "8+8+7+7", "bucket": 40_000_000}
-_KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "bucket")
+_SWITCHES = {
+    "sp": "sequence_parallel",
+    "zero": "shard_optimizer",
+    "overlap": "overlap",
+    "count-embedding": "count_embedding",
+    "count-loss": "count_loss",
+}
+_EXAMPLES = {
+    "order": "tp-cp-ep-dp-pp",
+    "stages": "8+8+7+7",
+    "bucket": 40_000_000,
+    "schedule": "zb-h1",
+}
+_FIELDS = {
+    "bucket": "bucket_size",
+    "group": "microbatch_group",
+    "first": "first_stage_layers",
+    "last": "last_stage_layers",
+}
+_KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +46,14 @@ class ParallelConfig:
     order: axes from the fastest varying (neighbouring ranks) to the slowest, for both views (ep has
     no place in the dense one, nor cp in the expert one); axes left out come last, in the order
     tp cp ep dp pp, and must have size 1.
-    stage_layers: layers of each pipeline stage; None spreads them evenly, first stages larger.
+    schedule: of the pipeline, a name in `pipeline.SCHEDULES`. chunks: virtual stages that each
+    stage holds, for the schedules interleaved (2 or more) and zb-v (2). microbatch_group: of
+    interleaved, micro-batches that pass a chunk together; None is pp.
+    stage_layers: layers of each pipeline stage, or with chunks of each virtual stage, in the order
+    in which a micro-batch passes them; None spreads them evenly, first stages larger.
+    first_stage_layers, last_stage_layers: layers of the first and the last stage, all its chunks
+    together; the others share the rest. count_embedding, count_loss: when spreading evenly count
+    the embedding and the loss as a layer each.
     shard_optimizer: keep optimizer state once per dp × cp (expert parameters: edp) instead of on
     every rank. bucket_size: elements of a gradient bucket. overlap: reduce a bucket during the
     backward pass, when its last gradient has arrived.
@@ -40,15 +67,22 @@ class ParallelConfig:
     etp: int | None = None
     sequence_parallel: bool = False
     order: str = "tp-cp-ep-dp-pp"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatch_group: int | None = None
     stage_layers: tuple[int, ...] | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
     shard_optimizer: bool = True
     bucket_size: int = 40_000_000
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "bucket_size"):
+        for name in (*_SIZES, "chunks", "microbatch_group", "bucket_size"):
             value = getattr(self, name)
-            if value is None and name in ("dp", "etp"):
+            if value is None and name in ("dp", "etp", "microbatch_group"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -58,12 +92,43 @@ class ParallelConfig:
                 raise ValueError(
                     f"order {self.order!r} leaves out {axis}, which has size {getattr(self, axis)}"
                 )
-        counts = self.stage_layers
-        if counts is not None and (len(counts) != self.pp or min(counts) < 0):
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        group, chunks = self.microbatch_group, self.chunks
+        check_kind(self.schedule, chunks=chunks, group_size=group)
+        if chunks > 1 and self.pp == 1:
+            raise ValueError(f"chunks = {chunks} on pp = 1 stage: use pp ≥ 2, or chunks = 1")
+        if group is not None and group < self.pp:
             raise ValueError(
-                f"stage_layers {list(counts)} must be {self.pp} counts of layers, one for each of "
-                f"pp = {self.pp} stages"
+                f"microbatch_group {group} is smaller than pp = {self.pp}: use {self.pp} or more"
             )
+        counts = self.stage_layers
+        if counts is not None and (len(counts) != self.pp * chunks or min(counts) < 0):
+            of = f" of {chunks} chunks" if chunks > 1 else ""
+            raise ValueError(
+                f"stage_layers {list(counts)} must be {self.pp * chunks} counts of layers, one for "
+                f"each of pp = {self.pp} stages{of}"
+            )
+
+    @property
+    def line(self) -> Line:
+        """The chunks of all stages in the order in which a micro-batch passes them."""
+        return Line(num_stages=self.pp, num_chunks=self.chunks, zigzag=self.schedule == "zb-v")
+
+    def place_layers(self, num_layers: int) -> list[range]:
+        """Return the layers of each virtual stage, in the order of `line`; see `stage_layers`."""
+        return stage_layers(
+            num_layers,
+            self.pp,
+            self.stage_layers,
+            chunks=self.chunks,
+            zigzag=self.line.zigzag,
+            first=self.first_stage_layers,
+            last=self.last_stage_layers,
+            count_embedding=self.count_embedding,
+            count_loss=self.count_loss,
+        )
 
     @property
     def model_size(self) -> int:
@@ -120,8 +185,10 @@ class ParallelConfig:
         """Return the configuration that a short text describes, such as "tp=2,pp=2,sp".
 
         Items are separated by commas or blanks. Sizes: tp cp pp dp ep etp. Switches, alone or with
-        =0 or =1: sp (sequence parallel), zero (sharded optimizer state), overlap. Further:
-        order=tp-cp-ep-dp-pp, stages=8+8+7+7 (layers of each stage), bucket=40000000 (elements).
+        =0 or =1: sp (sequence parallel), zero (sharded optimizer state), overlap, count-embedding,
+        count-loss. Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and
+        last=4 (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
+        stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
         ValueError names the item.
         """
         values: dict[str, object] = {}
@@ -146,6 +213,13 @@ class ParallelConfig:
         items += ["zero=0"] * (not self.shard_optimizer)
         items += ["overlap=0"] * (not self.overlap)
         items += [f"order={self.order}"] * (self.order != default.order)
+        items += [f"schedule={self.schedule}"] * (self.schedule != default.schedule)
+        items += [f"chunks={self.chunks}"] * (self.chunks != 1)
+        for key in ("group", "first", "last"):
+            value = getattr(self, _FIELDS[key])
+            items += [f"{key}={value}"] * (value is not None)
+        items += ["count-embedding"] * self.count_embedding
+        items += ["count-loss"] * self.count_loss
         if self.stage_layers is not None:
             items.append("stages=" + "+".join(map(str, self.stage_layers)))
         items += [f"bucket={self.bucket_size}"] * (self.bucket_size != default.bucket_size)
@@ -222,12 +296,24 @@ def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
         raise ValueError(
             f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"
         )
-    if key == "order":
-        return "order", value
+    if key in ("order", "schedule"):
+        return key, value
+    if key == "stages" and "L" in value:
+        return "stage_layers", _counts_of(value)
     try:
         if key == "stages":
             return "stage_layers", tuple(int(count) for count in value.split("+"))
-        return ("bucket_size" if key == "bucket" else key), int(value)
+        return _FIELDS.get(key, key), int(value)
     except ValueError:
         example = f"{key}={_EXAMPLES.get(key, 2)}"
         raise ValueError(f"layout item {item!r} is not of the form '{example}'") from None
+
+
+def _counts_of(layout: str) -> tuple[int, ...]:
+    parsed = StageLayout.parse(layout)
+    if any(parsed.predictions):
+        raise ValueError(
+            f"stages={layout} places {sum(parsed.predictions)} prediction layers (m), and only "
+            f"decoder layers (t) can be placed"
+        )
+    return parsed.layers

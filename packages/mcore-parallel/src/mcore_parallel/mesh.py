@@ -39,8 +39,9 @@ class ParallelMesh:
     tp, cp, dp, pp: along the axes of the dense view; ep, etp, edp: of the expert view.
     dp_cp: the ranks that hold the same dense parameters (gradients are reduced over it).
     replica: the ranks that work on the same samples (tp × cp × pp): one of them reads data.
-    embedding: the first and the last stage with otherwise my coordinates, which hold the two copies
-    of a tied embedding; size 1 without pipeline and on the stages between.
+    embedding: the stages with otherwise my coordinates that hold the beginning and the end of the
+    model, and so the two copies of a tied embedding; size 1 where one stage holds both, and on the
+    stages between.
     """
 
     config: ParallelConfig
@@ -65,8 +66,11 @@ class ParallelMesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage (head and loss)."""
-        return self.pp.rank == self.pp.size - 1
+        """Whether this rank holds the end of the model (head and loss): its last chunk.
+
+        The last stage, except where the line of chunks turns back to the first (zb-v).
+        """
+        return self.pp.rank == _end_of_line(self.config)
 
     @property
     def coords(self) -> dict[str, int]:
@@ -153,9 +157,14 @@ def _members(config: ParallelConfig, rank: int) -> dict[str, tuple[int, ...]]:
         name: view.members(rank, axes) for view, groups in views for name, axes in groups.items()
     }
     stages = members["pp"]
-    ends = (stages[0], stages[-1])
-    members["embedding"] = ends if len(stages) > 1 and rank in ends else (rank,)
+    ends = (stages[0], stages[_end_of_line(config)])
+    members["embedding"] = ends if ends[0] != ends[1] and rank in ends else (rank,)
     return members
+
+
+def _end_of_line(config: ParallelConfig) -> int:
+    """The pipeline stage that holds the last chunk."""
+    return config.line.place(config.line.last)[0]
 
 
 def _arithmetic_group(name: str, ranks: tuple[int, ...], rank: int) -> Group:

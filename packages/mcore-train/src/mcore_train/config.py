@@ -255,6 +255,7 @@ class TrainConfig:
                 f"model.num_layers={self.model.num_layers} is fewer than pp={parallel.pp}: "
                 f"use pp {self.model.num_layers} or less"
             )
+        parallel.place_layers(self.model.num_layers)
         return WorldPlan(parallel=parallel, micro_batches=size // unit)
 
 

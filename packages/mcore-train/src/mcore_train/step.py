@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_models import GPT, AuxiliaryLosses, GlobalCounts, TokenBatch
-from mcore_parallel import (
+from mcore_parallel import ParallelMesh, RngKey, all_reduce, clip_factor, run_schedule
+from mcore_parallel.pipeline import (
     Action,
-    ParallelMesh,
-    RngKey,
-    all_reduce,
-    clip_factor,
-    one_f_one_b,
-    run_schedule,
+    DeferredGradients,
+    Schedule,
+    StageFunction,
+    make_schedule,
 )
 from mcore_train.session import Session
 
@@ -106,7 +107,10 @@ class Step:
     def __init__(self, session: Session, loss: StageLoss = GPT.loss) -> None:
         self.session = session
         self.loss = loss
-        self.actions = stage_actions(session.mesh, session.plan.micro_batches)
+        self.schedule = pipeline_schedule(session.mesh, session.plan.micro_batches)
+        self.weight_gradients = None
+        if self.schedule.splits_backward:
+            self.weight_gradients = DeferredGradients(session.model.parameters())
 
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> Accumulated:
         """Leave the gradient of the whole global batch in the buckets."""
@@ -116,19 +120,31 @@ class Step:
         counts = GlobalCounts(tokens=tokens)
         auxiliary = model.auxiliary_losses(counts)
 
-        def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-            if mesh.is_last_stage:
-                return self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
-            return model.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
+        def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+            return self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
 
         session.buckets.zero()
         outputs = run_schedule(
-            self.actions, stage, batches, session.channel, around=session.buckets.around
+            self.schedule[mesh.pp.rank],
+            chunk_functions(model, mesh, loss, rng=rng, auxiliary=auxiliary),
+            batches,
+            session.channel,
+            line=self.schedule.line,
+            around=self._around,
+            weight_gradients=self.weight_gradients,
         )
         session.buckets.finish()
         return Accumulated(
             loss=loss_share(outputs, mesh), tokens=tokens, auxiliary=auxiliary.shares()
         )
+
+    def _around(self, action: Action, last: bool) -> AbstractContextManager[object]:
+        """Tell the buckets which actions bring last gradients."""
+        session, line = self.session, self.schedule.line
+        if line.zigzag and session.config.model.tied_embeddings:
+            # Both chunks of a stage may bring gradients of the embedding.
+            last = last and action.chunk == 0
+        return session.buckets.around(action, last)
 
     def update(self, lr: float) -> float:
         """Clip and update from the accumulated gradient; return its norm before clipping.
@@ -180,23 +196,62 @@ def evaluate(session: Session) -> float:
     tokens = count_tokens(batches, mesh)
     counts = GlobalCounts(tokens=tokens)
 
-    def stage(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        if mesh.is_last_stage:
-            return model.loss(batch, hidden, counts=counts)
-        return model.stage_forward(batch, hidden)
+    def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+        return model.loss(batch, hidden, counts=counts)
 
     model.eval()
-    outputs: list[Tensor] = []
-    if batches:
-        actions = stage_actions(mesh, len(batches))
-        outputs = run_schedule(actions, stage, batches, session.channel, forward_only=True)
+    outputs = run_forward(session, model, batches, loss) if batches else []
     model.train()
     return float(all_reduce(loss_share(outputs, mesh).to(mesh.device), mesh.world))
 
 
-def stage_actions(mesh: ParallelMesh, micro_batches: int) -> list[Action]:
-    """The 1F1B actions of this rank's pipeline stage."""
-    return one_f_one_b(mesh.pp.size, micro_batches)[mesh.pp.rank]
+def run_forward(
+    session: Session, model: GPT, batches: Sequence[Any], last: StageFunction[Any]
+) -> list[Tensor]:
+    """Return what `last` makes of each micro-batch at the end of the model; no graph is recorded.
+
+    An empty list where the end of the model is not. `last(batch, hidden)` runs the last chunk, with
+    `model.stage_forward` or `model.loss`. All ranks of the mesh call it; it communicates over pp.
+    """
+    schedule = pipeline_schedule(session.mesh, len(batches))
+    return run_schedule(
+        schedule[session.mesh.pp.rank],
+        chunk_functions(model, session.mesh, last),
+        batches,
+        session.channel,
+        line=schedule.line,
+        forward_only=True,
+    )
+
+
+def chunk_functions(
+    model: GPT, mesh: ParallelMesh, last: StageFunction[Any], **options: Any
+) -> list[StageFunction[Any]]:
+    """The function of each chunk of this stage: `stage_forward` with `options`, at the end `last`.
+
+    `options` are those of `GPT.stage_forward`.
+    """
+    functions: list[StageFunction[Any]] = [
+        partial(model.stage_forward, chunk=chunk, **options) for chunk in range(len(model.chunks))
+    ]
+    return [*functions[:-1], last] if mesh.is_last_stage else functions
+
+
+def pipeline_schedule(mesh: ParallelMesh, micro_batches: int) -> Schedule:
+    """The schedule that the layout asks for."""
+    config = mesh.config
+    return make_schedule(
+        config.schedule,
+        mesh.pp.size,
+        micro_batches,
+        chunks=config.chunks,
+        group_size=config.microbatch_group,
+    )
+
+
+def stage_actions(mesh: ParallelMesh, micro_batches: int) -> Sequence[Action]:
+    """The actions of this rank's pipeline stage."""
+    return pipeline_schedule(mesh, micro_batches)[mesh.pp.rank]
 
 
 def count_tokens(batches: list[TokenBatch], mesh: ParallelMesh) -> int:

@@ -16,8 +16,10 @@ class Decoder(nn.ModuleDict):
     def __init__(self, config: ModelConfig, build: BuildContext, layers: Iterable[int]) -> None:
         super().__init__({str(index): Block(config, build, index) for index in layers})
 
-    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        """Run the layers in order: hidden states [T, H] to [T, H]."""
-        for layer in self.values():
-            hidden = layer(hidden, context)
+    def forward(
+        self, hidden: Tensor, context: TokenContext, layers: Iterable[int] | None = None
+    ) -> Tensor:
+        """Run the layers in order (all, or those given): hidden states [T, H] to [T, H]."""
+        for name in self if layers is None else map(str, layers):
+            hidden = self[name](hidden, context)
         return hidden
