@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ from mcore_train.load import config_to_tree
 from mcore_train.session import Session
 
 WEIGHTS = ("model/",)
-FREE = {"dropout", "init_std", "init_depth_scaled"}
+FREE = {
+    *("model.dropout", "model.init_std", "model.init_depth_scaled"),
+    *("model.moe.aux_loss_coefficient", "model.moe.aux_loss_scope"),
+}
 """Fields of the architecture that may change when training goes on."""
 
 
@@ -92,20 +95,27 @@ def check_same_model(config: TrainConfig, found: mcore_ckpt.Found, *, weights_on
         ValueError: names the first field that differs, with both values.
     """
     saved, now = found.state["config"], config_to_tree(config)
-    fields = [
-        ("model", name) for name in now["model"] if name not in FREE and name in saved["model"]
-    ]
+    fields = list(_pairs(saved["model"], now["model"], "model."))
     if not weights_only:
-        fields.append(("optimizer", "kind"))
-    for section, name in fields:
-        old, new = saved[section][name], now[section][name]
-        if old != new:
+        kinds = saved["optimizer"]["kind"], now["optimizer"]["kind"]
+        fields.append(("optimizer.kind", *kinds))
+    for name, old, new in fields:
+        if old != new and name not in FREE:
             advice = f"use {old}"
-            if section == "optimizer":
+            if name.startswith("optimizer."):
                 advice += ", or take the weights alone (checkpoint.load with weights_only)"
-            raise ValueError(
-                f"{section}.{name}={new}, but {found.path} was trained with {old}: {advice}"
-            )
+            raise ValueError(f"{name}={new}, but {found.path} was trained with {old}: {advice}")
+
+
+def _pairs(
+    saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every field that both have, with both values; mappings on both sides are entered."""
+    for name in (name for name in now if name in saved):
+        if isinstance(now[name], Mapping) and isinstance(saved[name], Mapping):
+            yield from _pairs(saved[name], now[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", saved[name], now[name]
 
 
 def load_state(
