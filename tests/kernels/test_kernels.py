@@ -65,6 +65,8 @@ class Layer(nn.Module):
         self.norm = nn.Parameter(torch.linspace(0.5, 1.5, 16))
         self.qkv = nn.Parameter(torch.linspace(-0.3, 0.3, 48 * 16).view(48, 16))
         self.up = nn.Parameter(torch.linspace(0.3, -0.3, 32 * 16).view(32, 16))
+        self.taps = nn.Parameter(torch.linspace(-0.5, 0.5, 32 * 4).view(32, 4))
+        self.decay = nn.Parameter(torch.linspace(0.0, 1.0, 2))
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         kernels = self.kernels
@@ -83,7 +85,13 @@ class Layer(nn.Module):
             uniform=(2, 6),
         )
         x = kernels.layer_norm(x + out.flatten(1), self.norm, None, 1e-5)
-        return kernels.gelu(kernels.swiglu(kernels.linear(x, self.up)))
+        packed = {"cu_seqlens": cu_seqlens, "uniform": (2, 6)}
+        mixed, _ = kernels.causal_conv1d(kernels.linear(x, self.up), self.taps, silu=True, **packed)
+        value, key, query = mixed.view(-1, 4, 8).split([2, 1, 1], 1)
+        scanned, _ = kernels.ssd_scan(
+            value, mixed[:, :2], self.decay, key, query, max_seqlen=6, chunk_size=4, **packed
+        )
+        return kernels.gelu(kernels.swiglu(kernels.linear(scanned.flatten(1), self.up)))
 
 
 # torch's tracer makes an instance of every autograd function, against its own advice.

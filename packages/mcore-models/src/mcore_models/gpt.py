@@ -105,7 +105,7 @@ class GPT(nn.Module):
             batch: the tokens of the micro-batch, the same on all stages and tensor-parallel ranks.
             hidden: what the stage before returned.
             rng: key of this step's dropout; the same on all ranks.
-            cache: earlier keys and values; the batch then holds new tokens only.
+            cache: what layers keep of earlier tokens; the batch then holds new tokens only.
             logits_at: [R] int64, the tokens whose logits are wanted (last stage; default all).
             auxiliary: takes the losses of this stage's layers, in training mode; see
                 `auxiliary_losses`. Without it there are none.
