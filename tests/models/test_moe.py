@@ -1,5 +1,6 @@
 """Whole models with experts: what is trained, and transformers' own classes as a second opinion."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,14 @@ from mcore_models import (
     TokenBatch,
     TokenContext,
     build_model,
+    count_parameters,
     gpt2,
     llama,
 )
 from mcore_models.common import MoE
 from mcore_models.common.moe import BALANCE_LOSS
-from mcore_parallel import ParallelMesh, RngKey
+from mcore_parallel import ParallelConfig, ParallelMesh, RngKey
+from mcore_parallel.layout import check_tiling
 
 H, E, F, K = 8, 4, 6, 2
 MOE = MoEConfig(num_experts=E, top_k=K, expert_ffn_size=F, aux_loss_coefficient=0.1)
@@ -85,6 +88,21 @@ def test_a_gpt2_dress_has_experts_with_biases() -> None:
         "layers.1.moe.experts.down.weight": (E, H, F),
         "layers.1.moe.experts.down.bias": (E, H),
     }
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=4,ep=4,etp=1", "tp=2,dp=3,ep=2,etp=3"])
+def test_the_ranks_together_hold_every_tensor(layout: str) -> None:
+    parallel = ParallelConfig.parse(layout)
+    config, world = replace(CONFIG, vocab_size=30), parallel.model_size * (parallel.dp or 1)
+    layouts = []
+    for rank in range(world):
+        mesh = ParallelMesh.arithmetic(parallel, world_size=world, rank=rank)
+        for spec in build_model(config, mesh, device="meta").specs().values():
+            copies = mesh.edp if spec.expert else mesh.dp_cp
+            layouts.append(spec.layout.replicated(copies.rank, copies.size))
+    check_tiling(layouts)
+    sizes = {f.name: math.prod(f.global_shape) for layout in layouts for f in layout.fragments}
+    assert sum(sizes.values()) == count_parameters(config).total
 
 
 def views(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:

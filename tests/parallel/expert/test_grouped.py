@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.expert import SequentialLinear, grouped_linear
 from mcore_parallel.expert.permute import copies_in_order, in_order, inverse_of
+from mcore_parallel.pipeline import DeferredGradients
 
 COUNTS = [(2, 0, 3), (0, 0, 5), (1, 1, 1), (0, 0, 0)]
 
@@ -65,6 +66,27 @@ def test_weight_gradients_go_to_the_main_buffer() -> None:
     grouped_linear(x, frozen, None, (2, 0, 4), op=SequentialLinear()).sum().backward()
     assert x.grad is not None
     assert frozen.grad is None
+
+
+@pytest.mark.parametrize("main", [False, True])
+def test_weight_gradients_may_be_computed_later(main: bool) -> None:
+    """As a split pipeline schedule asks for: the input's gradient first, then the weight's."""
+    x, weight, _ = data(5, False)
+    counts = (2, 0, 3)
+    wanted = torch.autograd.grad(plain(x, weight, None, counts).square().sum(), (x, weight))
+    parameter = nn.Parameter(weight.detach())
+    if main:
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    later = DeferredGradients([parameter])
+    with later.collect() as pending:
+        grouped_linear(x, parameter, None, counts, op=SequentialLinear()).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, wanted[0])
+    assert parameter.grad is None
+    later.compute(pending)
+    found = parameter.main_grad if main else parameter.grad  # type: ignore[attr-defined]
+    torch.testing.assert_close(found, wanted[1])
+    later.close()
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:

@@ -6,6 +6,7 @@ R rows, sorted by expert, e experts, I input and O output features.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -67,8 +68,8 @@ def grouped_linear(
     """Return `x_i weight_iᵀ + bias_i` [R, O] for the rows of each expert, with gradients.
 
     x [R, I] is sorted by expert, `counts[i]` rows of expert i; weight [e, O, I], bias [e, O].
-    A weight with the attribute `main_grad` gets its gradient added there, as by `parallel_linear`.
-    An expert without rows has a gradient of zero.
+    A weight with the attribute `main_grad` gets its gradient added there, and one with `deferred`
+    when that says so, as by `parallel_linear`. An expert without rows has a gradient of zero.
 
     Raises:
         ValueError: the counts are not one for each expert, or do not add up to R.
@@ -96,10 +97,10 @@ class _GroupedLinear(torch.autograd.Function):
         if bias is not None:
             for i, rows in _groups(counts):
                 y[rows] += bias[i]
-        ctx.counts, ctx.op = counts, op
+        ctx.options = options
         # The object itself, since a saved tensor need not come back as the parameter that has the
         # attributes.
-        ctx.parameter = weight if getattr(weight, "main_grad", None) is not None else None
+        ctx.weight = weight
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return y
 
@@ -108,26 +109,34 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = ctx.op.input_grad(dy, weight, ctx.counts) if need_x else None
-        dw = _weight_grad(ctx, dy, x, weight) if need_weight else None
+        counts, op = ctx.options
+        deferred = getattr(ctx.weight, "deferred", None)
+        if need_weight and deferred is not None and deferred.is_collecting:
+            deferred.put(ctx.weight, partial(_weight_grad, dy, x, ctx.weight, ctx.options))
+            need_weight = False
+        dx = op.input_grad(dy, weight, counts) if need_x else None
+        dw = _weight_grad(dy, x, ctx.weight, ctx.options) if need_weight else None
         db = None
         if need_bias:
-            db = dy.new_zeros(len(ctx.counts), dy.shape[1])
-            for i, rows in _groups(ctx.counts):
+            db = dy.new_zeros(len(counts), dy.shape[1])
+            for i, rows in _groups(counts):
                 db[i] = dy[rows].sum(0)
         return dx, dw, db, None
 
 
-def _weight_grad(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    if ctx.parameter is None:
-        dw = torch.zeros_like(weight)
-        ctx.op.weight_grad(dy, x, ctx.counts, dw)
+def _weight_grad(
+    dy: Tensor, x: Tensor, weight: Any, options: tuple[tuple[int, ...], GroupedLinearOp]
+) -> Tensor:
+    counts, op = options
+    if getattr(weight, "main_grad", None) is None:
+        dw = torch.zeros_like(weight, requires_grad=False)
+        op.weight_grad(dy, x, counts, dw)
         return dw
-    ctx.op.weight_grad(dy, x, ctx.counts, ctx.parameter.main_grad)
-    ctx.parameter.grad_added_to_main = True
+    op.weight_grad(dy, x, counts, weight.main_grad)
+    weight.grad_added_to_main = True
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
-    return empty(weight)
+    return empty(weight, requires_grad=False)
 
 
 def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
