@@ -90,9 +90,9 @@ class StageLayout:
             if flat[0 if where == "first" else -1] != letter:
                 raise ValueError(f"layout {text!r}: {letter} ({what}) must come {where}")
         if "mt" in flat:
-            place = flat.index("mt") + 1
+            number = flat[: flat.index("mt")].count("t") + 1
             raise ValueError(
-                f"layout {text!r}: t (decoder layer) number {flat[:place].count('t')} comes after "
+                f"layout {text!r}: t (decoder layer) number {number} comes after "
                 f"m (prediction layer); put m after the last t"
             )
         return StageLayout(stages=tuple(letters.split("|")))
