@@ -41,7 +41,7 @@ def test_json_for_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str])
     }
     assert set(data["operators"]) == set(OPERATORS)
     attention = data["operators"]["attention"]
-    assert attention["chosen"] == "flash"
+    assert attention["chosen"] == "cudnn"
     (sdpa,) = [one for one in attention["implementations"] if one["name"] == "sdpa"]
     assert (sdpa["status"], sdpa["reason"]) == ("refused", "needs cpu, the target is cuda")
 

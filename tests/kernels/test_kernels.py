@@ -38,8 +38,9 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
 
 def test_a_model_for_another_device_is_resolved_without_it() -> None:
     target = Target(device_type="cuda", arch=(9, 0), dtype=torch.bfloat16, head_dim=64)
-    config = KernelConfig(rms_norm="reference", swiglu="reference")  # no import of triton here
-    assert Kernels(config, target).choices()["attention"] == "flash"
+    in_triton = ("rms_norm", "swiglu", "rope", "cross_entropy")  # which is not imported here
+    config = KernelConfig(**dict.fromkeys(in_triton, "reference"))
+    assert Kernels(config, target).choices()["attention"] == "cudnn"
 
 
 def test_copies_are_equal_and_work() -> None:

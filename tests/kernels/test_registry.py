@@ -40,7 +40,9 @@ def path(name: str) -> str:
 
 def test_the_highest_priority_that_can_run_is_chosen() -> None:
     assert resolve("attention", target=CPU).name == "sdpa"
-    assert resolve("attention", target=H200).name == "flash"
+    assert resolve("attention", target=H200).name == "cudnn"
+    ampere = Target(device_type="cuda", arch=(8, 0), dtype=torch.bfloat16, head_dim=128)
+    assert resolve("attention", target=ampere).name == "flash"
     old = Target(device_type="cuda", arch=(7, 0), dtype=torch.float16, head_dim=128)
     assert resolve("attention", target=old).name == "reference"
     wide = Target(device_type="cuda", arch=(9, 0), dtype=torch.bfloat16, head_dim=512)
