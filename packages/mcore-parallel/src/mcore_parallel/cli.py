@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 _GROUPS = (*_AXES, "dp_cp", "replica", "embedding", "world")
 _SHOWN = 8  # ranks of a group in the overview
+_CHUNKS = "virtual stages on each stage (default: 2 for interleaved and zb-v, else 1)"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return _layout(args)
+        found = _layout(args) if args.command == "layout" else _schedule(args)
+        print(json.dumps(found) if args.json else "\n".join(_LINES[args.command](found)))
+        sys.stdout.flush()
+        return 0
     except ValueError as error:
         print(f"mcore-parallel: {error}", file=sys.stderr)
         return 2
@@ -53,49 +58,77 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence-parallel", action="store_true", help="cut activations along the sequence")
     add("--order", help="axes, fastest varying first (default tp-cp-ep-dp-pp)")
     add("--layers", type=int, metavar="N", help="also show which layers each stage holds")
-    add("--stage-layers", metavar="A,B,…", help="layers of each pipeline stage (default: even)")
+    add(
+        "--stage-layers",
+        metavar="A,B,…",
+        help="layers of each virtual stage (default: even), or a layout such as 'Et*3|t*4|tL'",
+    )
+    add("--first-layers", type=int, metavar="N", help="layers of the first pipeline stage")
+    add("--last-layers", type=int, metavar="N", help="layers of the last pipeline stage")
+    add("--count-embedding", action="store_true", help="count the embedding as a layer")
+    add("--count-loss", action="store_true", help="count the loss as a layer")
+    add("--schedule", default="1f1b", help="pipeline schedule (default 1f1b)")
+    add("--chunks", type=int, metavar="V", help=_CHUNKS)
     add("--seq-length", type=int, metavar="S", help="also check that ranks can share S tokens")
     add("--rank", type=int, metavar="R", help="only this rank, with the members of its groups")
     add("--json", action="store_true", help="print JSON")
+    _add_schedule(commands)
     return parser
 
 
-def _layout(args: argparse.Namespace) -> int:
+def _add_schedule(commands: Any) -> None:
+    schedule = commands.add_parser(
+        "schedule",
+        help="a pipeline schedule as a picture and in numbers, or all of them compared",
+        description="Simulate a pipeline schedule and draw it; without --kind compare all kinds.",
+    )
+    add = schedule.add_argument
+    add("--kind", help="1f1b, gpipe, interleaved, zb-h1 or zb-v")
+    add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
+    add("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    add("--chunks", type=int, metavar="V", help=_CHUNKS)
+    add("--group", type=int, metavar="G", help="micro-batches that pass a chunk together")
+    add("--forward", type=float, default=1.0, help="time of a stage's forward (default 1)")
+    add("--backward", type=float, default=1.0, help="of its input gradients (default 1)")
+    add("--weight", type=float, default=1.0, help="of its weight gradients (default 1)")
+    add("--transfer", type=float, default=0.0, help="of a message (default 0)")
+    add("--png", type=Path, metavar="FILE", help="draw into a file (needs matplotlib)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _layout(args: argparse.Namespace) -> dict[str, Any]:
     from mcore_parallel.config import check_sequence
-    from mcore_parallel.stages import stage_layers
 
     config = _config(args).resolve(args.world)
     if args.seq_length is not None:
         check_sequence(config, args.seq_length)
     found: dict[str, Any] = {"layout": config.describe(), "world_size": args.world}
     if args.layers is not None:
-        stages = stage_layers(args.layers, config.pp, config.stage_layers)
-        found["stage_layers"] = [list(stage) for stage in stages]
+        line, placed = config.line, config.place_layers(args.layers)
+        found["stage_layers"] = [
+            [list(placed[line.position(stage, chunk)]) for chunk in range(line.num_chunks)]
+            for stage in range(line.num_stages)
+        ]
     if args.rank is None:
         found.update(_all_ranks(config))
     else:
         found.update(_one_rank(config, args.world, args.rank))
-    if args.json:
-        print(json.dumps(found))
-    else:
-        print("\n".join(_lines(found)))
-    sys.stdout.flush()
-    return 0
+    return found
 
 
 def _config(args: argparse.Namespace) -> ParallelConfig:
     from mcore_parallel.config import ParallelConfig
 
-    counts = None
-    if args.stage_layers is not None:
-        try:
-            counts = tuple(int(count) for count in args.stage_layers.split(","))
-        except ValueError:
-            raise ValueError(
-                f"--stage-layers {args.stage_layers!r} is not of the form 8,8,7,7"
-            ) from None
-        if args.layers is None:
-            raise ValueError(f"--stage-layers needs --layers (these sum to {sum(counts)})")
+    given = {
+        "--stage-layers": args.stage_layers,
+        "--first-layers": args.first_layers,
+        "--last-layers": args.last_layers,
+        "--count-embedding": args.count_embedding or None,
+        "--count-loss": args.count_loss or None,
+    }
+    for option, value in given.items():
+        if value is not None and args.layers is None:
+            raise ValueError(f"{option} needs --layers, the number of layers to place")
     order = {} if args.order is None else {"order": args.order}
     return ParallelConfig(
         tp=args.tp,
@@ -105,9 +138,34 @@ def _config(args: argparse.Namespace) -> ParallelConfig:
         ep=args.ep,
         etp=args.etp,
         sequence_parallel=args.sequence_parallel,
-        stage_layers=counts,
+        schedule=args.schedule,
+        chunks=_default_chunks(args.schedule, args.chunks),
+        stage_layers=_counts(args.stage_layers),
+        first_stage_layers=args.first_layers,
+        last_stage_layers=args.last_layers,
+        count_embedding=args.count_embedding,
+        count_loss=args.count_loss,
         **order,
     )
+
+
+def _counts(text: str | None) -> tuple[int, ...] | None:
+    from mcore_parallel.stages import StageLayout
+
+    if text is None or "L" in text:
+        return None if text is None else StageLayout.parse(text).layers
+    try:
+        return tuple(int(count) for count in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--stage-layers {text!r} is not of the form 8,8,7,7 or Et*8|t*8|t*7|t*7L"
+        ) from None
+
+
+def _default_chunks(kind: str, chunks: int | None) -> int:
+    if chunks is not None:
+        return chunks
+    return 2 if kind in ("interleaved", "zb-v") else 1
 
 
 def _all_ranks(config: ParallelConfig) -> dict[str, Any]:
@@ -138,11 +196,11 @@ def _one_rank(config: ParallelConfig, world_size: int, rank: int) -> dict[str, A
     return {"rank": rank, "coords": mesh.coords, "groups": groups}
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _layout_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{found['layout']} over {found['world_size']} ranks"]
-    for stage, layers in enumerate(found.get("stage_layers", [])):
-        held = f"layers {layers[0]}-{layers[-1]} ({len(layers)})" if layers else "no layers"
-        lines.append(f"stage {stage}: {held}")
+    for stage, chunks in enumerate(found.get("stage_layers", [])):
+        held = [f"layers {c[0]}-{c[-1]} ({len(c)})" if c else "no layers" for c in chunks]
+        lines.append(f"stage {stage}: {', '.join(held)}")
     if "rank" in found:
         lines += ["", f"rank {found['rank']}"]
         lines.append(" ".join(f"{axis}={place}" for axis, place in found["coords"].items()))
@@ -157,6 +215,73 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{row['axis']:<5}{numbers}  {first}")
     lines += ["", f"{'rank':>7}" + "".join(f"{axis:>6}" for axis in _AXES)]
     columns = [found["ranks"][axis] for axis in _AXES]
-    for rank, place in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{rank:>7}" + "".join(f"{value:>6}" for value in place))
+    row = "{:>7}" + "{:>6}" * len(columns)
+    lines += map(row.format, range(len(columns[0])), *columns)
     return lines
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, Any]:
+    from mcore_parallel.pipeline.schedules import SCHEDULES
+
+    if args.kind is None and args.png is not None:
+        raise ValueError("--png draws one schedule: give its --kind")
+    found: dict[str, Any] = {"stages": args.stages, "microbatches": args.microbatches}
+    kinds = SCHEDULES if args.kind is None else [args.kind]
+    found["schedules"] = [_simulated(kind, args) for kind in kinds]
+    return found
+
+
+def _simulated(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    from mcore_parallel.pipeline.draw import draw_png, draw_text
+    from mcore_parallel.pipeline.schedules import make_schedule
+    from mcore_parallel.pipeline.simulate import chunk_times, simulate
+
+    alone = args.kind is not None
+    chunked = alone or kind == "interleaved"  # where all are compared the options are its own
+    schedule = make_schedule(
+        kind,
+        args.stages,
+        args.microbatches,
+        chunks=_default_chunks(kind, args.chunks if chunked else None),
+        group_size=args.group if chunked else None,
+    )
+    names = ("forward", "backward", "weight", "transfer")
+    negative = [name for name in names if not getattr(args, name) >= 0]
+    if negative:
+        raise ValueError(f"--{negative[0]} {getattr(args, negative[0])}: a time is 0 or more")
+    times = chunk_times(schedule, **{name: getattr(args, name) for name in names})
+    result = simulate(schedule, times)
+    row: dict[str, Any] = {
+        "kind": kind,
+        "chunks": schedule.line.num_chunks,
+        "time": result.makespan,
+        "bubble": result.bubble_fraction,
+        "peak": [peak / schedule.line.num_chunks for peak in result.peak_activations],
+    }
+    if alone:
+        row["drawing"] = draw_text(result)
+        if args.png is not None:
+            title = f"{kind}, {args.stages} stages, {args.microbatches} micro-batches:"
+            draw_png(result, args.png, title=title)
+    return row
+
+
+def _schedule_lines(found: dict[str, Any]) -> list[str]:
+    rows = found["schedules"]
+    lines = [
+        f"{found['stages']} stages, {found['microbatches']} micro-batches; peak: micro-batches "
+        f"whose activations a stage keeps",
+        f"{'schedule':<12}{'chunks':>7}{'bubble':>9}{'time':>10}{'peak':>8}{'first':>8}{'last':>8}",
+    ]
+    for row in rows:
+        peaks = (max(row["peak"]), row["peak"][0], row["peak"][-1])
+        held = "".join(f"{peak:>8g}" for peak in peaks)
+        lines.append(
+            f"{row['kind']:<12}{row['chunks']:>7}{row['bubble']:>9.1%}{row['time']:>10g}{held}"
+        )
+    for row in rows:
+        lines += ["", row["drawing"]] if "drawing" in row else []
+    return lines
+
+
+_LINES = {"layout": _layout_lines, "schedule": _schedule_lines}

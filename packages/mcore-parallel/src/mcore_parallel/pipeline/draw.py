@@ -17,8 +17,8 @@ def draw_text(found: Simulation) -> str:
     """Return one line for each stage, time running to the right.
 
     Every action begins with its kind, micro-batch and (where a stage has several chunks) a letter
-    for the chunk; dots are idle time. The shortest action has just room for its label, so lines are
-    as long as the schedule.
+    for the chunk, and goes on in dashes; dots are idle time. The shortest action has just room for
+    its label, so lines are as long as the schedule.
     """
     spans = [span for row in found.spans for span in row]
     several = any(span.action.chunk for span in spans)
@@ -32,8 +32,8 @@ def draw_text(found: Simulation) -> str:
         cells = ["."] * width
         for span in row:
             start, end = round(span.start * scale), round(span.end * scale)
-            text = _label(span.action, several)[: max(0, end - start)]
-            cells[start:end] = text.ljust(end - start)
+            room = max(0, end - start)
+            cells[start:end] = (_label(span.action, several).ljust(room - 1, "-") + " ")[:room]
         lines.append(f"{f'stage {stage}':<{margin}} |{''.join(cells)}|")
     return "\n".join(lines)
 
