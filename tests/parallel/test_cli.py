@@ -1,11 +1,16 @@
 import json
 import os
+import pkgutil
+import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
 
-from mcore_parallel import ParallelConfig, ParallelMesh
+import mcore_parallel
+from mcore_parallel import Group, ParallelConfig, ParallelMesh, _public
 from mcore_parallel.cli import main
 from mcore_parallel.testing import RankPool
 
@@ -60,6 +65,31 @@ def test_layers_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stage 3: layers 23-29 (7)\n" in text
     argv = ["--world", "2", "--pp", "2", "--layers", "3", "--stage-layers"]
     assert "stage 0: no layers\nstage 1: layers 0-2 (3)\n" in run(capsys, *argv, "0,3")
+    assert "stage 0: no layers\nstage 1: layers 0-2 (3)\n" in run(capsys, *argv, "E|t*3L")
+
+
+def test_layers_of_virtual_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Case U05: only the last stage's count is given; every layer is there once."""
+    argv = ["--world", "2", "--pp", "2", "--layers", "10", "--last-layers", "4", "--schedule"]
+    looped = run(capsys, *argv, "interleaved")
+    assert "stage 0: layers 0-2 (3), layers 5-7 (3)\n" in looped
+    assert "stage 1: layers 3-4 (2), layers 8-9 (2)\n" in looped
+    turned = run(capsys, *argv, "zb-v")
+    assert "stage 0: layers 0-2 (3), layers 7-9 (3)\n" in turned
+    assert "stage 1: layers 3-4 (2), layers 5-6 (2)\n" in turned
+    argv = [
+        "--world",
+        "4",
+        "--pp",
+        "4",
+        "--layers",
+        "30",
+        "--count-embedding",
+        "--count-loss",
+        "--json",
+    ]
+    found = json.loads(run(capsys, *argv))["stage_layers"]
+    assert [len(layers) for [layers] in found] == [7, 8, 8, 7]
 
 
 def test_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +104,11 @@ def test_order(capsys: pytest.CaptureFixture[str]) -> None:
         ("--world 8 --rank 8", "rank 8 is not in a world of 8 ranks"),
         ("--world 4 --tp 4 --sequence-parallel --seq-length 10", "lengths: 8 and 12"),
         ("--world 2 --pp 2 --layers 10 --stage-layers 4,4", "sum to 8, not to 10 layers"),
-        ("--world 2 --pp 2 --stage-layers 4,4", "--stage-layers needs --layers (these sum to 8)"),
+        ("--world 2 --pp 2 --stage-layers 4,4", "--stage-layers needs --layers"),
         ("--world 2 --pp 2 --layers 8 --stage-layers 4;4", "'4;4' is not of the form 8,8,7,7"),
+        ("--world 2 --pp 2 --first-layers 4", "--first-layers needs --layers"),
+        ("--world 2 --pp 2 --schedule zb", "schedule 'zb': did you mean 'zb-v'?"),
+        ("--world 2 --schedule zb-v", "chunks = 2 on pp = 1 stage: use pp ≥ 2"),
         ("--world 4 --order tp-xp", "order 'tp-xp' must name"),
         ("--world 0", "world size must be at least 1, not 0"),
     ],
@@ -106,3 +139,89 @@ def print_to_a_closed_pipe() -> int:
 
 def test_reader_that_stops_early_is_no_error(ranks: RankPool) -> None:
     assert ranks.run(print_to_a_closed_pipe, 1) == [0]
+
+
+def test_layout_and_schedule_start_without_torch() -> None:
+    """100,000 ranks in about a second, of which importing torch alone would take several."""
+    code = (
+        "import sys, time\n"
+        "from mcore_parallel.cli import main\n"
+        "began = time.process_time()\n"
+        "main('layout --world 100000 --tp 8 --pp 4 --cp 5 --layers 80'.split())\n"
+        "seconds = time.process_time() - began\n"
+        "main('schedule --kind zb-v --stages 4 --microbatches 8'.split())\n"
+        "sys.exit('torch' in sys.modules or 10 * (seconds > 5))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") > 100_000
+
+
+def test_names_are_found_when_asked_for() -> None:
+    assert mcore_parallel.Group is Group
+    assert set(_public.__all__) == set(mcore_parallel.__all__)
+    assert mcore_parallel.pipeline.run_schedule.__module__ == "mcore_parallel.pipeline.executor"
+    with pytest.raises(AttributeError, match="'mcore_parallel' has no attribute 'Grup'"):
+        mcore_parallel.Grup  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'gpip'"):
+        from mcore_parallel.pipeline import gpip  # noqa: F401
+
+
+@pytest.mark.parametrize("package", [mcore_parallel, mcore_parallel.pipeline])
+def test_no_submodule_hides_a_public_name(package: ModuleType) -> None:
+    """An imported submodule becomes an attribute, which would be found first."""
+    assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & {
+        *package.__all__
+    }
+
+
+def schedule(capsys: pytest.CaptureFixture[str], argv: str) -> str:
+    assert main(["schedule", *argv.split()]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def test_schedules_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    text = schedule(capsys, "--stages 8 --microbatches 32")
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[2:]}
+    assert rows == {
+        "1f1b": ["1", "17.9%", "117", "8", "8", "1"],
+        "gpipe": ["1", "17.9%", "117", "32", "32", "32"],
+        "interleaved": ["2", "9.9%", "106.5", "11.5", "11.5", "4.5"],
+        "zb-h1": ["1", "6.8%", "103", "8", "8", "8"],
+        "zb-v": ["2", "3.5%", "99.5", "8", "8", "8"],
+    }
+    found = json.loads(schedule(capsys, "--stages 8 --microbatches 32 --chunks 4 --json"))
+    bubble = next(s["bubble"] for s in found["schedules"] if s["kind"] == "interleaved")
+    assert bubble == pytest.approx(7 / (4 * 32 + 7))
+
+
+def test_schedule_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "out.png"
+    argv = f"--kind interleaved --stages 4 --chunks 2 --microbatches 8 --png {file}"
+    text = schedule(capsys, argv)
+    assert "interleaved       2    15.8%      28.5     5.5     5.5     2.5\n" in text
+    assert text.count("\nstage ") == 4
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--kind pipe", "schedule 'pipe': did you mean 'gpipe'?"),
+        ("--png x.png", "--png draws one schedule: give its --kind"),
+        ("--kind interleaved --group 3", "a group of 3 micro-batches is smaller than"),
+        ("--kind 1f1b --chunks 2", "1f1b with chunks = 2: use chunks = 1, or"),
+        ("--microbatches 0", "at least 1 of micro-batches, not 0"),
+        ("--weight -1", "--weight -1.0: a time is 0 or more"),
+    ],
+)
+def test_mistakes_in_schedules(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:
+    assert main(["schedule", "--stages", "4", "--microbatches", "8", *argv.split()]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("mcore-parallel: ")
+    assert output.err.count("\n") == 1
+    assert message in output.err

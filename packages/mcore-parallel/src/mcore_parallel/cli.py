@@ -234,7 +234,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
 def _simulated(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     from mcore_parallel.pipeline.draw import draw_png, draw_text
     from mcore_parallel.pipeline.schedules import make_schedule
-    from mcore_parallel.pipeline.simulate import chunk_times, simulate
+    from mcore_parallel.pipeline.simulation import chunk_times, simulate
 
     alone = args.kind is not None
     chunked = alone or kind == "interleaved"  # where all are compared the options are its own

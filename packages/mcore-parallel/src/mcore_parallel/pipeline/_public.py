@@ -2,7 +2,7 @@
 
 from mcore_parallel.pipeline.actions import Action, Kind, Line, Schedule, num_chunks, with_messages
 from mcore_parallel.pipeline.channel import Channel, Message, Sending
-from mcore_parallel.pipeline.check import check
+from mcore_parallel.pipeline.checker import check
 from mcore_parallel.pipeline.executor import Around, PipelineError, StageFunction, run_schedule
 from mcore_parallel.pipeline.schedules import (
     SCHEDULES,
@@ -14,7 +14,7 @@ from mcore_parallel.pipeline.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from mcore_parallel.pipeline.simulate import OpTimes, Simulation, Span, chunk_times, simulate
+from mcore_parallel.pipeline.simulation import OpTimes, Simulation, Span, chunk_times, simulate
 from mcore_parallel.pipeline.weights import DeferredGradients
 
 __all__ = [

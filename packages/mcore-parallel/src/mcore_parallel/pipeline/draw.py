@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_parallel.pipeline.actions import Action
-from mcore_parallel.pipeline.simulate import Simulation, Span
+from mcore_parallel.pipeline.simulation import Simulation, Span
 
 _COLOURS = {"F": "#7aa6c2", "B": "#e3a857", "W": "#8cb369"}
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from mcore_parallel.pipeline.actions import Action, Kind, Line, Schedule
-from mcore_parallel.pipeline.simulate import simulate
+from mcore_parallel.pipeline.simulation import simulate
 
 _BEFORE: tuple[tuple[Kind, Kind], ...] = (
     ("RECV_F", "F"),
