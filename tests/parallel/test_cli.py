@@ -1,6 +1,7 @@
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -225,3 +226,27 @@ def test_mistakes_in_schedules(capsys: pytest.CaptureFixture[str], argv: str, me
     assert output.err.startswith("mcore-parallel: ")
     assert output.err.count("\n") == 1
     assert message in output.err
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SHOWN = re.findall(
+    r"^```text\n\$ mcore-parallel (.*?)\n(.*?)^```$",
+    (DOCS / "pipelines.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("argv", "text"), SHOWN, ids=[argv for argv, _ in SHOWN])
+def test_the_documentation_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], argv: str, text: str
+) -> None:
+    assert main(argv.split()) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_code_of_the_documentation_runs() -> None:
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "pipelines.md").read_text(), re.M | re.S
+    )
+    exec(code, {})
+    assert len(SHOWN) == 3
