@@ -76,9 +76,109 @@ def test_several_keys(tmp_path, capsys):
     assert f"{prefix}_a.bin/.idx, {prefix}_b.bin/.idx: 2 documents" in capsys.readouterr().out
 
 
+@pytest.fixture
+def corpora(tmp_path):
+    """Two files of bytes: `a` with 30 documents, `b` with 10; each ends with EOD."""
+    from mcore_data import ByteTokenizer, preprocess
+
+    for name, count in (("a", 30), ("b", 10)):
+        preprocess(
+            documents=[f"{name}{i} " * (i % 5 + 1) for i in range(count)],
+            tokenizer=ByteTokenizer(),
+            output=tmp_path / name,
+            append_eod=True,
+        )
+    return tmp_path
+
+
+def test_verify_merge_and_split(corpora, capsys):
+    a, b, c = (str(corpora / name) for name in "abc")
+    assert main(["merge", a, b, "--output", c]) == 0
+    assert capsys.readouterr().out.startswith(f"{c}: 40 documents, ")
+    assert main(["verify", a, b, c, "--vocab-size", "257"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(", ok\n") == 3
+    assert main(["split", c, "--weights", "30,10", "--output", str(corpora / "p")]) == 0
+    assert capsys.readouterr().out == f"{corpora}/p_0: 30 documents\n{corpora}/p_1: 10 documents\n"
+    for part, whole in (("p_0", "a"), ("p_1", "b")):
+        for suffix in (".bin", ".idx"):
+            ours = (corpora / f"{part}{suffix}").read_bytes()
+            assert ours == (corpora / f"{whole}{suffix}").read_bytes()
+
+
+def test_plan(corpora, capsys):
+    a, b = str(corpora / "a"), str(corpora / "b")
+    options = ["--seq-length", "8", "--train", "40", "--validation", "2", "--test", "0"]
+    assert main(["plan", "3", a, "1", b, "--split", "8,2", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["part", "documents", "tokens", "samples", "epochs", "file"]
+    assert [line.split()[0] for line in lines[1:]] == ["train"] * 2 + ["32"] + (
+        ["validation"] * 2 + ["8"]
+    )
+    assert lines[1].split()[1:4:2] == ["24", "30"]
+    assert lines[1].split()[5] == a
+    assert lines[3].split()[2:] == ["40", lines[3].split()[3], "together"]
+    (corpora / "parts.json").write_text(json.dumps({"train": [a], "valid": [a, b]}))
+    command = ["plan", "--parts", str(corpora / "parts.json"), "--seq-length", "8", "--json"]
+    assert main([*command, "--each-validation"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["part"] for row in rows] == ["train", "validation/a", "validation/b"]
+    assert all(row["epochs"] <= 1 for row in rows)
+    # What json holds for a source is what the reader says of it.
+    assert rows[0]["tokens"] == IndexedReader(a).num_tokens
+
+
+def test_show(corpora, capsys):
+    command = ["show", str(corpora / "a"), "--sample", "2", "--seq-length", "12"]
+    assert main([*command, "--tokenizer", "byte", "--reset-attention", "--mask-eod-loss"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"{corpora}/a: sample 2 of ")
+    assert len(out) == 2 + 12
+    rows = [line.split(maxsplit=6) for line in out[2:]]
+    assert [int(row[0]) for row in rows] == list(range(12))
+    for row in rows:
+        token = int(row[3])
+        assert row[6] == repr("" if token == 256 else chr(token))
+        assert int(row[5]) == (int(row[4]) != 256)
+    ends = [i for i, row in enumerate(rows[:-1]) if row[3] == "256"]
+    assert [int(row[1]) for row in rows] == [sum(end < i for end in ends) for i in range(12)]
+    assert main([*command, "--color", "always"]) == 0
+    painted = capsys.readouterr().out.splitlines()
+    assert painted[2].startswith("\x1b[36m")
+    assert painted[2].endswith("\x1b[0m")
+    assert main([*command, "--json", "--tokenizer", "byte"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tokens"] == [int(row[3]) for row in rows]
+    assert shown["cu_seqlens"] == [0, 12]
+
+
+def test_bench(capsys, monkeypatch):
+    small = ["bench", "--documents", "2000", "--tokens", "1e5", "--seq-length", "64"]
+    monkeypatch.setattr("mcore_data.datasets.compiled.available", lambda: False)
+    assert main([*small, "--repeats", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert set(rows) - {"megatron-core"} == {"numpy"}
+    assert rows["numpy"]["seconds"] > 0
+    assert all(row.get("identical", True) for row in rows.values())
+    assert main([*small, "--repeats", "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("plan --seq-length 8", "give either files or --parts JSON"),
+        ("plan DIR/d --parts DIR/x --seq-length 8", "give either files or --parts JSON"),
+        ("plan --parts DIR/x.jsonl --split 1 --seq-length 8", "--split does not go with --parts"),
+        ("plan 1 DIR/d 2 --seq-length 8", "the last weight of the blend, 2, has no file"),
+        ("plan 1 DIR/d 1 DIR/d --seq-length 8", "a blend by weights needs a number of samples"),
+        ("verify DIR/d --vocab-size 3", "token 120 at position 0 of sequence 0"),
+        ("verify DIR/x", "DIR/x.idx: no such file"),
+        ("merge DIR/d --output DIR/d", "it is one of the files to merge"),
+        ("split DIR/d --weights 1,1 --output DIR/p", "DIR/p_0 would get none of the 1 documents"),
+        ("split DIR/d --weights 1,a --output DIR/p", "--weights is '1,a'"),
+        ("show DIR/d --sample 3 --seq-length 2", "hold no sample of seq_length 2"),
+        ("show DIR/d --seq-length 2 --mask-eod-loss", "mask_eod_loss needs eod_id"),
         ("preprocess DIR/no.txt --tokenizer byte --output DIR/c", "DIR/no.txt: no such file"),
         ("preprocess DIR/x.jsonl --tokenizer DIR/t --output DIR/c", "DIR/t: no tokenizer"),
         (

@@ -1,4 +1,5 @@
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -95,7 +96,10 @@ def test_changed_weights_neither_repeat_nor_lose_a_sample(phases):
 def variants():
     loops = compiled._Loops(swap=compiled._swap, starts=compiled._starts, blend=compiled._blend)
     yield pytest.param(lambda: loops, id="interpreted")
-    mark = pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
+    wanted = os.environ.get("NIGHTLY") and compiled.available()
+    mark = pytest.mark.skipif(
+        not wanted, reason="needs numba, and NIGHTLY: compiling takes seconds"
+    )
     yield pytest.param(None, id="numba", marks=[mark, pytest.mark.slow])
 
 

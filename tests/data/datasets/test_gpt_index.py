@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,6 +100,7 @@ def test_every_way_of_building_is_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="compiling takes seconds (NIGHTLY)")
 @pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
 def test_compiled_loops(monkeypatch):
     lengths = np.random.default_rng(0).integers(0, 300, 20_000).astype(np.int32)

@@ -8,8 +8,11 @@ from mcore_data.datasets.blend_order import (
     scheduled_blend_index,
 )
 from mcore_data.datasets.corpus import Corpus, Parts, SourcePlan
+from mcore_data.datasets.documents import DocumentDataset, VariableSource
+from mcore_data.datasets.fim import FIMConfig, FIMDataset
 from mcore_data.datasets.gpt import GPTDataset, gpt_splits
 from mcore_data.datasets.gpt_index import GPTIndex, build_gpt_index
+from mcore_data.datasets.packing import PackedDataset, first_fit_decreasing
 from mcore_data.datasets.sample import Sample, SampleSource, segment_bounds, segment_positions
 from mcore_data.datasets.splits import document_ranges, parse_split
 
@@ -18,16 +21,22 @@ __all__ = [
     "BlendIndex",
     "BlendedDataset",
     "Corpus",
+    "DocumentDataset",
+    "FIMConfig",
+    "FIMDataset",
     "GPTDataset",
     "GPTIndex",
+    "PackedDataset",
     "Parts",
     "Sample",
     "SampleSource",
     "SourcePlan",
+    "VariableSource",
     "blend_index",
     "build_gpt_index",
     "counted_blend_index",
     "document_ranges",
+    "first_fit_decreasing",
     "gpt_splits",
     "parse_split",
     "scheduled_blend_index",

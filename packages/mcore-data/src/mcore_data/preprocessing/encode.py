@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.indexed import token_dtype
-from mcore_data.preprocessing.sources import FilesTask, LinesTask, Task, read_whole
+from mcore_data.preprocessing.sources import (
+    FilesTask,
+    LinesTask,
+    RowsTask,
+    Task,
+    read_whole,
+    text_lines,
+)
 from mcore_data.tokenizers import Tokenizer
 
 Text = tuple[str, str]  # key, text
@@ -56,7 +63,8 @@ def _file_text(path: Path, tally: _Tally) -> str:
     return _decode(raw, tally)
 
 
-def _line_texts(line: bytes, keys: tuple[str, ...]) -> list[Text]:
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the object that a line holds; BadDocumentError says why there is none."""
     try:
         value = json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
@@ -68,6 +76,11 @@ def _line_texts(line: bytes, keys: tuple[str, ...]) -> list[Text]:
         raise BadDocumentError("no JSON that can be read, it is nested too deep") from None
     if not isinstance(value, dict):
         raise BadDocumentError(f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _line_texts(line: bytes, keys: tuple[str, ...]) -> list[Text]:
+    value = json_object(line)
     texts = []
     for key in keys:
         if key not in value:
@@ -88,17 +101,27 @@ def texts(task: Task, keys: tuple[str, ...], tally: _Tally) -> Iterator[Text]:
             except BadDocumentError as error:
                 tally.bad.append(f"{path}: {error}")
     elif isinstance(task, LinesTask):
-        for number, line in enumerate(task.lines, task.first_line):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # noqa: PLW2901
-            if line.isspace():
-                continue
+        for number, line in text_lines(task):
             try:
                 yield from _line_texts(line, keys)
             except BadDocumentError as error:
                 tally.bad.append(f"{task.path}:{number}: {error}")
+    elif isinstance(task, RowsTask):
+        yield from _row_texts(task, keys, tally)
     else:
         for text in task.texts:
             yield keys[0], text
+
+
+def _row_texts(task: RowsTask, keys: tuple[str, ...], tally: _Tally) -> Iterator[Text]:
+    for number, row in enumerate(zip(*(task.columns[key] for key in keys), strict=True)):
+        if None in row:
+            missing = keys[row.index(None)]
+            tally.bad.append(f"{task.path}: row {task.first_row + number}: {missing!r} is null")
+        else:
+            yield from (
+                (key, text) for key, text in zip(keys, row, strict=True) if text is not None
+            )
 
 
 def document_texts(task: Task, keys: tuple[str, ...]) -> Iterator[str]:

@@ -2,83 +2,49 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Final
 
-from tqdm import tqdm
-
-from mcore_data.indexed import IndexedWriter, token_dtype
-from mcore_data.preprocessing.encode import Encoded, Encoder, document_texts
-from mcore_data.preprocessing.pool import ordered_map
+from mcore_data.indexed import token_dtype
+from mcore_data.preprocessing.encode import Encoder, document_texts
+from mcore_data.preprocessing.job import Job
+from mcore_data.preprocessing.report import PreprocessReport
+from mcore_data.preprocessing.resume import run_in_parts
 from mcore_data.preprocessing.sources import (
     Task,
     expand_inputs,
     file_tasks,
     is_jsonl,
+    is_parquet,
     text_tasks,
 )
 from mcore_data.tokenizers import Tokenizer
 from mcore_data.tokenizers.train import save_tokenizer, train_bpe
 
-_EXAMPLES: Final = 20  # bad lines that a report quotes
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessReport:
-    """What `preprocess` did.
-
-    Attributes:
-        outputs: prefixes of the files written.
-        documents: documents written.
-        tokens: tokens written, EOD tokens included.
-        empty: documents left out because they hold no token.
-        repaired: documents with invalid UTF-8 or lone surrogates, replaced by U+FFFD.
-        bad: lines or files left out because they could not be read.
-        bad_lines: the first of those, each with its place and the reason.
-        seconds: wall-clock time.
-
-    """
-
-    outputs: tuple[Path, ...]
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    repaired: int = 0
-    bad: int = 0
-    bad_lines: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    def plus(self, part: Encoded) -> "PreprocessReport":
-        """Return the report with one more task counted."""
-        return replace(
-            self,
-            documents=self.documents + sum(len(v) for v in part.lengths.values()),
-            tokens=self.tokens + sum(len(v) for v in part.tokens.values()),
-            empty=self.empty + part.empty,
-            repaired=self.repaired + part.repaired,
-            bad=self.bad + len(part.bad),
-            bad_lines=(self.bad_lines + part.bad)[:_EXAMPLES],
-        )
-
 
 def _tasks(
-    inputs: Iterable[str | Path] | None, documents: Iterable[str] | None, num_keys: int
+    files: list[Path] | None, documents: Iterable[str] | None, keys: Sequence[str]
 ) -> Iterator[Task]:
+    if documents is not None:
+        if len(keys) > 1:
+            raise ValueError(f"{len(keys)} keys for documents given as text, which have none")
+        return text_tasks(documents)
+    assert files is not None
+    plain = [path for path in files if not (is_jsonl(path) or is_parquet(path))]
+    if len(keys) > 1 and plain:
+        raise ValueError(f"{plain[0]}: {len(keys)} keys for a text file, which has none")
+    return file_tasks(files, keys)
+
+
+def _files(
+    inputs: Iterable[str | Path] | None, documents: Iterable[str] | None
+) -> list[Path] | None:
     if (inputs is None) == (documents is None):
         raise ValueError("give either inputs (files) or documents (texts)")
-    if documents is not None:
-        if num_keys > 1:
-            raise ValueError(f"{num_keys} keys for documents given as text, which have none")
-        return text_tasks(documents)
-    assert inputs is not None
-    if isinstance(inputs, str | Path):
-        inputs = [inputs]
-    files = expand_inputs(inputs)
-    if num_keys > 1 and (plain := [path for path in files if not is_jsonl(path)]):
-        raise ValueError(f"{plain[0]}: {num_keys} keys for a text file, which has none")
-    return file_tasks(files)
+    if inputs is None:
+        return None
+    return expand_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
 
 
 def preprocess(
@@ -91,6 +57,8 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     strict: bool = False,
+    resume: bool = False,
+    partition: tuple[int, int] = (0, 1),
     progress: bool | None = None,
 ) -> PreprocessReport:
     """Tokenise a corpus into `.bin/.idx` files, in the order of the input.
@@ -101,16 +69,23 @@ def preprocess(
 
     Args:
         inputs: files, folders or glob patterns. `.jsonl`, `.ndjson` and `.json` files hold one
-            JSON object per line; any other file is one document of text. All may be `.gz`.
+            JSON object per line, `.parquet` files (extra `parquet`) one document per row; any
+            other file is one document of text. All but Parquet may be `.gz` or `.zst` (extra
+            `zstd`).
         documents: the texts themselves, instead of `inputs`; drawn as they are needed.
         tokenizer: what turns text into ids.
         output: path of the files without `.bin` and `.idx`; existing ones are replaced.
-        keys: keys of the text in JSON objects. Each of several goes to files of its own, named
-            `output` + `_` + key.
+        keys: keys of the text in JSON objects, or columns. Each of several goes to files of its
+            own, named `output` + `_` + key.
         append_eod: end every document with the tokenizer's EOD id, counted in its length.
         workers: processes to tokenise in. A script that uses more than one needs the usual
             `if __name__ == "__main__"`.
         strict: stop at the first bad line, with its file and number.
+        resume: keep what is done in a hidden folder beside the output, and go on from there when
+            the same call is made again after a kill. The result is the same, to the byte.
+        partition: (i, n): tokenise the i-th of n parts of the input, counted from 0, so that n
+            machines share the work; each reads all of a `.jsonl` file but tokenises its part.
+            `mcore_data.indexed.merge` joins the results.
         progress: show a progress bar (None: when standard error is a terminal).
 
     Returns:
@@ -119,7 +94,8 @@ def preprocess(
 
     Raises:
         ValueError: an input names nothing, the tokenizer has no EOD id to append, no document
-            is left, or (strict) a line is bad.
+            is left, (strict) a line is bad, or (resume) another run of the same output is at work
+            or left its folder.
         ChildProcessError: a worker died.
 
     """
@@ -127,33 +103,30 @@ def preprocess(
         raise ValueError("append_eod needs a tokenizer with an EOD id, this one has none")
     if not keys or workers < 1:
         raise ValueError(f"{len(keys)} keys and {workers} workers, each must be at least 1")
+    part, num_parts = partition
+    if not 0 <= part < num_parts:
+        raise ValueError(f"partition {part} of {num_parts}: it must lie in 0 to {num_parts - 1}")
     begin = time.perf_counter()
     base = Path(output)
     names = {k: base.with_name(f"{base.name}_{k}") if len(keys) > 1 else base for k in keys}
-    encoder = Encoder(
-        tokenizer=tokenizer, keys=tuple(keys), append=tokenizer.eod_id if append_eod else None
+    job = Job(
+        encoder=Encoder(
+            tokenizer=tokenizer, keys=tuple(keys), append=tokenizer.eod_id if append_eod else None
+        ),
+        outputs=names,
+        dtype=token_dtype(tokenizer.vocab_size),
+        workers=workers,
+        strict=strict,
+        progress=progress,
     )
-    tasks = _tasks(inputs, documents, len(keys))
-    report = PreprocessReport(outputs=tuple(names.values()))
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = {k: stack.enter_context(IndexedWriter(p, dtype)) for k, p in names.items()}
-        disable = None if progress is None else not progress
-        bar = stack.enter_context(tqdm(unit=" documents", unit_scale=True, disable=disable))
-        for part in ordered_map(encoder, tasks, workers=workers):
-            if strict and part.bad:
-                raise ValueError(part.bad[0])
-            for key, writer in writers.items():
-                writer.add_documents(part.tokens[key], part.lengths[key])
-            written = report.documents
-            report = report.plus(part)
-            rate = report.tokens / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"{report.tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
-            bar.update(report.documents - written)
-        if not report.documents:
-            reason = f"{report.empty} empty, {report.bad} bad"
-            first = f"; {report.bad_lines[0]}" if report.bad_lines else ""
-            raise ValueError(f"no document to write ({reason}{first})")
+    files = _files(inputs, documents)
+    tasks = islice(_tasks(files, documents, keys), part, None, num_parts)
+    if resume:
+        if files is None:
+            raise ValueError("resume needs inputs (files), documents cannot be read again")
+        report = run_in_parts(job, tasks, files, partition, base)
+    else:
+        report = job.run(tasks)
     return replace(report, seconds=time.perf_counter() - begin)
 
 
@@ -174,7 +147,7 @@ def train_sentencepiece(
     `mcore_data.tokenizers.train.train_bpe`. What cannot be read is passed over. Returns the
     tokenizer; ValueError as there.
     """
-    tasks = _tasks(inputs, documents, 1)
+    tasks = _tasks(_files(inputs, documents), documents, (key,))
     tokenizer = train_bpe(
         (text for task in tasks for text in document_texts(task, (key,))),
         vocab_size=vocab_size,

@@ -1,16 +1,19 @@
 """Find input files and cut them into tasks small enough to hand around."""
 
+import codecs
 import glob
 import gzip
+import io
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 _TASK_BYTES: Final = 1 << 20
 _JSON_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
-_UNREAD_SUFFIXES: Final = (".parquet", ".zst", ".bz2", ".xz", ".zip", ".tar", ".bin", ".idx")
+_PACKED_SUFFIXES: Final = (".gz", ".zst")
+_UNREAD_SUFFIXES: Final = (".bz2", ".xz", ".zip", ".tar", ".bin", ".idx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,16 @@ class TextsTask:
     texts: tuple[str, ...]
 
 
-Task = FilesTask | LinesTask | TextsTask
+@dataclass(frozen=True, kw_only=True)
+class RowsTask:
+    """Consecutive rows of a Parquet file: the text of each column, None where there is none."""
+
+    path: Path
+    first_row: int
+    columns: Mapping[str, tuple[str | None, ...]]
+
+
+Task = FilesTask | LinesTask | TextsTask | RowsTask
 
 
 def expand_inputs(inputs: Iterable[str | Path]) -> list[Path]:
@@ -54,7 +66,8 @@ def expand_inputs(inputs: Iterable[str | Path]) -> list[Path]:
         elif path.exists():
             if path.suffix in _UNREAD_SUFFIXES:
                 raise ValueError(
-                    f"{path}: {path.suffix} files are not read; JSONL and text are, plain or .gz"
+                    f"{path}: {path.suffix} files are not read; JSONL, text (plain, "
+                    ".gz or .zst) and Parquet are"
                 )
             found = [path]
         else:
@@ -72,19 +85,33 @@ def _hidden(path: Path, root: Path) -> bool:
 
 def is_jsonl(path: Path) -> bool:
     """Whether the name says that each line is a JSON document."""
-    name = path.with_suffix("") if path.suffix == ".gz" else path
+    name = path.with_suffix("") if path.suffix in _PACKED_SUFFIXES else path
     return name.suffix in _JSON_SUFFIXES
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether the name says that each row is a document."""
+    return path.suffix == ".parquet"
+
+
+def open_unpacked(path: Path) -> IO[bytes]:
+    """Open a file for reading, unpacked when it is `.gz` or `.zst`."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path))
+    if path.suffix == ".zst":
+        from mcore_data.preprocessing.zstd import open_zstd
+
+        return open_zstd(path)
+    return open(path, "rb")
+
+
 def read_whole(path: Path) -> bytes:
-    """Return the content of a file, unpacked when it is `.gz`; ValueError when it is damaged."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
+    """Return the content of a file, unpacked; ValueError when it is damaged."""
     try:
-        with gzip.open(path) as file:
+        with open_unpacked(path) as file:
             return file.read()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: damaged gzip file ({error})") from None
+        raise ValueError(f"{path}: damaged {path.suffix} file ({error})") from None
 
 
 def _line_tasks(path: Path) -> Iterator[LinesTask]:
@@ -92,7 +119,7 @@ def _line_tasks(path: Path) -> Iterator[LinesTask]:
     size = 0
     number = first = 1
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with open_unpacked(path) as file:
             for line in file:
                 lines.append(line)
                 size += len(line)
@@ -101,21 +128,37 @@ def _line_tasks(path: Path) -> Iterator[LinesTask]:
                     yield LinesTask(path=path, first_line=first, lines=tuple(lines))
                     lines, size, first = [], 0, number
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}:{number}: damaged gzip file ({error})") from None
+        raise ValueError(f"{path}:{number}: damaged {path.suffix} file ({error})") from None
     if lines:
         yield LinesTask(path=path, first_line=first, lines=tuple(lines))
 
 
-def file_tasks(files: Sequence[Path]) -> Iterator[Task]:
-    """Yield the tasks that cover `files` in order, of about one MiB each."""
+def text_lines(task: LinesTask) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of the lines that are not blank, without a byte order mark."""
+    for number, line in enumerate(task.lines, task.first_line):
+        bare = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not bare.isspace():
+            yield number, bare
+
+
+def file_tasks(files: Sequence[Path], keys: Sequence[str] = ("text",)) -> Iterator[Task]:
+    """Yield the tasks that cover `files` in order, of about one MiB each.
+
+    `keys`: columns to read from Parquet files.
+    """
     group: list[Path] = []
     size = 0
     for path in files:
-        jsonl = is_jsonl(path)
-        if group and (jsonl or size >= _TASK_BYTES):
+        single = not (is_jsonl(path) or is_parquet(path))
+        if group and (not single or size >= _TASK_BYTES):
             yield FilesTask(paths=tuple(group))
             group, size = [], 0
-        if jsonl:
+        if is_parquet(path):
+            from mcore_data.preprocessing.parquet import row_blocks
+
+            for first, columns in row_blocks(path, keys, _TASK_BYTES):
+                yield RowsTask(path=path, first_row=first, columns=columns)
+        elif not single:
             yield from _line_tasks(path)
         else:
             group.append(path)
