@@ -135,6 +135,7 @@ def test_what_published_templates_use_is_there() -> None:
     [
         (INSTRUCT, "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object"),
+        ("{{ messages.__class__ }}", "access to attribute '__class__' of 'list' object"),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object"),
         ("{{ range(10000000) | length }}", "Range too big"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "access to attribute '__init__'"),

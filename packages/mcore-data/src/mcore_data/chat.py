@@ -191,6 +191,7 @@ def _rebuild(source: str, tokens: dict[str, int], bos_token: str, eos_token: str
 def _compile(source: str, where: str) -> Any:
     # Deferred: whoever tokenises a corpus need not load the library.
     from jinja2 import TemplateSyntaxError, nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -206,7 +207,14 @@ def _compile(source: str, where: str) -> Any:
             )
             return body
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuses where the library would only give nothing."""
+
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+            kind = type(obj).__name__
+            raise SecurityError(f"access to attribute {attribute!r} of {kind!r} object is unsafe")
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = _to_json
