@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data import BatchSampler, MicroBatchLoader, Sample, ValidationLoader
+from mcore_data import (
+    BatchRamp,
+    BatchSampler,
+    MicroBatchLoader,
+    Sample,
+    ValidationLoader,
+)
 
 
 class Numbers:
@@ -112,6 +118,64 @@ def test_any_stops_and_rank_counts_give_the_uninterrupted_run(num, shuffle, legs
         assert all(s == states[0] for s in states)
         state = states[0]
         assert state["consumed_samples"] == 12 * step
+
+
+@given(
+    num=st.integers(24, 60),
+    last=st.sampled_from(["join", "drop", "pad"]),
+    ramp=st.sampled_from([None, BatchRamp(start=12, increment=12, samples=40)]),
+    legs=st.lists(
+        st.tuples(
+            st.sampled_from([(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)]),
+            st.integers(0, 4),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+@settings(max_examples=25, deadline=None)
+def test_growing_batches_and_ends_of_epochs_are_resumed_too(num, last, ramp, legs):
+    """U19: the same for a batch that grows, and for every way to end an epoch."""
+    dataset = Numbers(num)
+    sampler = BatchSampler(num, 24, 3, True, last, ramp)
+    state, consumed = None, 0
+    for (size, micro), steps, prefetch in legs:
+        ranks = [
+            MicroBatchLoader(
+                dataset,
+                sampler,
+                dp_rank=rank,
+                dp_size=size,
+                micro_batch_size=micro,
+                prefetch=prefetch,
+            )
+            for rank in range(size)
+        ]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        for _ in range(steps):
+            wanted = sampler.batch(consumed)
+            assert ranks[0].num_micro_batches == len(wanted) // (size * micro)
+            parts = [next(rank) for rank in ranks]
+            flat = [p[k] for k in range(len(parts[0])) for p in parts]
+            seen = np.concatenate([batch["sample_ids"] for batch in flat])
+            assert seen.tolist() == wanted.tolist()
+            assert not any(b["loss_mask"][b["sample_ids"] < 0].any() for b in flat)
+            consumed = sampler.after(consumed)
+        states = [rank.state_dict() for rank in ranks]
+        for rank in ranks:
+            rank.close()
+        assert all(s == states[0] for s in states)
+        state = states[0]
+        assert state["consumed_samples"] == consumed
+
+
+def test_every_size_of_a_growing_batch_must_fit_the_ranks():
+    sampler = BatchSampler(40, 12, ramp=BatchRamp(start=4, increment=2, samples=9))
+    with pytest.raises(ValueError, match=r"batch of 6 samples is no multiple of 4 .* 4 or 8"):
+        MicroBatchLoader(Numbers(40), sampler, dp_rank=0, dp_size=2, micro_batch_size=2)
 
 
 def test_reading_ahead_is_not_consuming():

@@ -1,11 +1,12 @@
+import itertools
 from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data import BatchSampler, shuffled_order
+from mcore_data import BatchRamp, BatchSampler, shuffled_order
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -32,6 +33,7 @@ def test_resume_then_whole_epochs(shuffle):
     shuffle=st.booleans(),
     seed=st.integers(-(2**70), 2**70),
 )
+@settings(deadline=None)
 def test_any_cut_gives_the_same_stream(num, sizes, shuffle, seed):
     """U17, and its kind: batches of any sizes are stretches of one stream of whole epochs."""
     whole = BatchSampler(num, 1, seed, shuffle).take(0, sum(sizes) + num)
@@ -44,7 +46,95 @@ def test_any_cut_gives_the_same_stream(num, sizes, shuffle, seed):
         assert sorted(whole[start : start + num].tolist()) == list(range(num))
 
 
+def batches(sampler, count):
+    consumed, out = 0, []
+    for _ in range(count):
+        out.append(sampler.batch(consumed).tolist())
+        consumed = sampler.after(consumed)
+    return out
+
+
+def test_the_end_of_an_epoch():
+    """What the last 2 of 8 samples become with batches of 3."""
+    made = {last: batches(BatchSampler(8, 3, last=last), 5) for last in ("join", "drop", "pad")}
+    assert made["join"] == [[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 2, 3], [4, 5, 6]]
+    assert made["drop"] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert made["pad"] == [[0, 1, 2], [3, 4, 5], [6, 7, -1], [0, 1, 2], [3, 4, 5]]
+    states = [BatchSampler(8, 3, last=last).state() for last in made]
+    assert all(a != b for a, b in itertools.combinations(states, 2))
+    assert "last" not in states[0]  # as in the checkpoints of earlier versions
+    assert batches(BatchSampler(2, 3, last="pad"), 2) == [[0, 1, -1]] * 2
+
+
+@given(
+    num=st.integers(1, 40),
+    size=st.integers(1, 9),
+    last=st.sampled_from(["drop", "pad"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=50, deadline=None)
+def test_whole_epochs_come_one_by_one(num, size, last, seed):
+    """U17: every epoch is a pass over its own order, but for what is left out at its end."""
+    if last == "drop" and num < size:
+        with pytest.raises(ValueError, match=f"epoch of {num} samples holds no batch of {size}"):
+            BatchSampler(num, size, seed, True, last)
+        return
+    sampler = BatchSampler(num, size, seed, True, last)
+    steps = num // size if last == "drop" else -(-num // size)
+    stream = batches(sampler, 2 * steps)
+    for epoch in range(2):
+        shown = list(chain(*stream[epoch * steps : (epoch + 1) * steps]))
+        order = shuffled_order(np.arange(num), num_samples=num, seed=seed, epoch=epoch).tolist()
+        kept = steps * size if last == "drop" else num
+        assert shown == order[:kept] + [-1] * (len(shown) - kept)
+
+
+def test_a_growing_batch():
+    """Sizes by samples consumed: 4, 6, 8, each for a half of 20 samples, then 8 for good."""
+    ramp = BatchRamp(start=4, increment=2, samples=20)
+    sampler = BatchSampler(100, 8, ramp=ramp)
+    sizes = [len(batch) for batch in batches(sampler, 8)]
+    assert sizes == [4, 4, 4, 6, 6, 8, 8, 8]
+    assert list(chain(*batches(sampler, 8))) == list(range(sum(sizes)))
+    assert [sampler.size(n) for n in (0, 9, 10, 19, 20, 10**9)] == [4, 4, 6, 6, 8, 8]
+    assert list(sampler.sizes()) == [4, 6, 8]
+    assert BatchSampler(9, 4, ramp=BatchRamp(start=4, increment=3, samples=5)).size(0) == 4
+    for start, final, nearest in ((4, 9, 8), (4, 3, 4)):
+        message = f"batch of {final} samples is not reached from {start} .* nearest: {nearest}"
+        with pytest.raises(ValueError, match=message):
+            BatchSampler(100, final, ramp=BatchRamp(start=start, increment=2, samples=20))
+    with pytest.raises(ValueError, match="ramp samples is 0"):
+        BatchRamp(start=1, increment=1, samples=0)
+
+
+@given(
+    start=st.integers(1, 4),
+    increment=st.integers(1, 4),
+    steps=st.integers(0, 4),
+    samples=st.integers(1, 60),
+    num=st.integers(1, 50),
+    stops=st.lists(st.integers(0, 12), max_size=4),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_growing_batch_takes_every_sample_in_turn(start, increment, steps, samples, num, stops):
+    """Stopped anywhere or not, batches of growing size are stretches of the one stream (U17)."""
+    final = start + steps * increment
+    ramp = BatchRamp(start=start, increment=increment, samples=samples)
+    sampler = BatchSampler(num, final, 5, True, ramp=ramp)
+    whole = BatchSampler(num, 1, 5, True).take(0, 60 * final).tolist()
+    consumed, before = 0, 0
+    for stop in [*stops, 3]:
+        resumed = BatchSampler(num, final, 5, True, ramp=ramp)
+        for _ in range(stop):
+            batch = resumed.batch(consumed).tolist()
+            assert batch == sampler.batch(consumed).tolist()
+            assert batch == whole[consumed : consumed + len(batch)]
+            assert before <= len(batch) <= final
+            before, consumed = len(batch), resumed.after(consumed)
+
+
 @given(num=st.integers(1, 300), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
+@settings(deadline=None)
 def test_every_epoch_is_a_permutation(num, seed, epoch):
     order = shuffled_order(np.arange(num), num_samples=num, seed=seed, epoch=epoch)
     assert sorted(order.tolist()) == list(range(num))
@@ -81,6 +171,8 @@ def test_bad_arguments():
     for arguments, named in (((0, 2), "num_samples is 0"), ((5, 0), "global_batch_size is 0")):
         with pytest.raises(ValueError, match=named):
             BatchSampler(*arguments)
+    with pytest.raises(ValueError, match="last is 'keep', it can be join, drop or pad"):
+        BatchSampler(5, 2, last="keep")
     with pytest.raises(ValueError, match="consumed -1 and count 2"):
         BatchSampler(5, 2).batch(-1)
     with pytest.raises(ValueError, match="position 5 lies outside an epoch of 5"):

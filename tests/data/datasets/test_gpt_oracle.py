@@ -25,6 +25,7 @@ CONFIGS = int(os.environ.get("MCORE_ORACLE_CONFIGS", "20"))
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300 + 20 * CONFIGS),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
         reason="megatron-core is not installed (pip install --no-deps megatron-core==0.16.1)",
@@ -39,7 +40,7 @@ def _run(configs, folder):
         [sys.executable, str(script), str(folder / "configs.json"), str(folder / "out.npz")],
         check=True,
         capture_output=True,
-        timeout=250,
+        timeout=240 + 10 * CONFIGS,
     )
     with np.load(folder / "out.npz") as out:
         return dict(out)

@@ -28,6 +28,7 @@ from mcore_data.datasets import (
     segment_bounds,
     segment_positions,
 )
+from mcore_data.external_loader import ExternalLoader
 from mcore_data.indexed import (
     IndexedReader,
     IndexedWriter,
@@ -37,7 +38,13 @@ from mcore_data.indexed import (
     token_dtype,
 )
 from mcore_data.inspection import Summary, summarise
-from mcore_data.loader import MicroBatch, MicroBatchLoader, ValidationLoader, collate
+from mcore_data.loader import (
+    MicroBatch,
+    MicroBatchLoader,
+    StepLoader,
+    ValidationLoader,
+    collate,
+)
 from mcore_data.preprocessing import (
     Conversation,
     PreprocessReport,
@@ -46,10 +53,12 @@ from mcore_data.preprocessing import (
     tokenise_conversation,
     train_sentencepiece,
 )
-from mcore_data.sampler import BatchSampler, shuffled_order
+from mcore_data.sampler import BatchRamp, BatchSampler, shuffled_order
+from mcore_data.token_loader import TokenBatchLoader, TokenBatchSampler, balance, collate_flat
 from mcore_data.tokenizers import ByteTokenizer, Tokenizer, VocabSizes, load_tokenizer
 
 __all__ = [
+    "BatchRamp",
     "BatchSampler",
     "Blend",
     "BlendIndex",
@@ -59,6 +68,7 @@ __all__ = [
     "Conversation",
     "Corpus",
     "DocumentDataset",
+    "ExternalLoader",
     "FIMConfig",
     "FIMDataset",
     "GPTDataset",
@@ -73,15 +83,20 @@ __all__ = [
     "Sample",
     "SampleSource",
     "SourcePlan",
+    "StepLoader",
     "Summary",
+    "TokenBatchLoader",
+    "TokenBatchSampler",
     "Tokenizer",
     "ValidationLoader",
     "VariableSource",
     "VocabSizes",
+    "balance",
     "blend_index",
     "build_gpt_index",
     "build_index",
     "collate",
+    "collate_flat",
     "counted_blend_index",
     "document_ranges",
     "first_fit_decreasing",

@@ -9,18 +9,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.sample import Sample, SampleSource
-from mcore_data.sampler import BatchSampler
+from mcore_data.sampler import PADDING, BatchSampler
 
 MicroBatch = dict[str, NDArray[Any]]
 T = TypeVar("T")
-
-PADDING = -1  # sample id of a row that stands for no sample
 
 
 def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
@@ -53,10 +51,6 @@ def _load(dataset: SampleSource, ids: NDArray[np.int64]) -> MicroBatch:
     return batch
 
 
-def _load_all(dataset: SampleSource, parts: Sequence[NDArray[np.int64]]) -> list[MicroBatch]:
-    return [_load(dataset, ids) for ids in parts]
-
-
 def _prefetched(jobs: Iterator[Callable[[], T]], depth: int) -> Generator[T]:
     """Yield the results of `jobs` in order; a thread works up to `depth` jobs ahead.
 
@@ -86,77 +80,39 @@ def _check_ranks(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
         raise ValueError(f"micro_batch_size is {micro_batch_size}, the least is 1")
 
 
-class MicroBatchLoader:
-    """Endless iterator over training steps: each item is this rank's list of micro-batches.
+class Stream(Protocol):
+    """An order of samples: a function of the samples consumed, without a state of its own."""
 
-    Micro-batch k of a step holds, over all ranks in order, samples k * B * dp_size to
-    (k + 1) * B * dp_size - 1 of the global batch: which samples make up a step, and their
-    order, depend on the sampler alone. A thread reads ahead; what it has read but nobody has
-    taken does not count as consumed.
+    def after(self, consumed: int) -> int:
+        """Return the samples consumed after the step that follows `consumed`."""
+        ...
 
-    Args:
-        dataset: the samples.
-        sampler: which of them, in which order.
-        dp_rank: this rank's place among the data-parallel ranks.
-        dp_size: number of data-parallel ranks.
-        micro_batch_size: samples B of a micro-batch.
-        consumed: samples consumed before, over all ranks (the state to resume from).
-        prefetch: steps to read ahead; 0 reads in the calling thread.
+    def state(self) -> dict[str, Any]:
+        """Return what two runs of the same stream have in common, JSON-able."""
+        ...
 
-    Raises:
-        ValueError: the global batch is no multiple of B * dp_size, or the sampler counts other
-            samples than the dataset has.
-        RuntimeError: from `next`, when a sample cannot be read; it names the samples.
 
+class StepLoader:
+    """Endless iterator over training steps that can be resumed at any of them.
+
+    A thread reads ahead; what it has read but nobody has taken does not count as consumed. The
+    kinds of loaders say what a step is, in `_read_step`.
     """
 
-    def __init__(
-        self,
-        dataset: SampleSource,
-        sampler: BatchSampler,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        micro_batch_size: int,
-        consumed: int = 0,
-        prefetch: int = 2,
-    ) -> None:
-        _check_ranks(dp_rank, dp_size, micro_batch_size)
-        size, unit = sampler.global_batch_size, micro_batch_size * dp_size
-        if size % unit:
-            below, above = size // unit * unit, (size // unit + 1) * unit
-            nearest = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"global batch of {size} samples is no multiple of {unit} "
-                f"(micro-batch {micro_batch_size} x {dp_size} ranks); nearest: {nearest}"
-            )
-        if sampler.num_samples != len(dataset):
-            raise ValueError(
-                f"the sampler counts {sampler.num_samples} samples, the dataset has {len(dataset)}"
-            )
-        self.dataset = dataset
-        self.sampler = sampler
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.micro_batch_size = micro_batch_size
+    def __init__(self, sampler: Stream, consumed: int, prefetch: int) -> None:
         self.consumed = consumed
+        self._stream = sampler
         self._prefetch = prefetch
         self._steps: Generator[list[MicroBatch]] | None = None
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of a step on each rank."""
-        return self.sampler.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    def sample_ids(self, consumed: int) -> NDArray[np.int64]:
-        """Return this rank's ids of the step after `consumed`, int64 [micro-batches, B]."""
-        shape = (self.num_micro_batches, self.dp_size, self.micro_batch_size)
-        return self.sampler.batch(consumed).reshape(shape)[:, self.dp_rank]
+    def _read_step(self, consumed: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of the step after `consumed` samples."""
+        raise NotImplementedError
 
     def _jobs(self, consumed: int) -> Iterator[Callable[[], list[MicroBatch]]]:
         while True:
-            yield partial(_load_all, self.dataset, list(self.sample_ids(consumed)))
-            consumed += self.sampler.global_batch_size
+            yield partial(self._read_step, consumed)
+            consumed = self._stream.after(consumed)
 
     def __iter__(self) -> Self:
         return self
@@ -169,16 +125,16 @@ class MicroBatchLoader:
         except BaseException:
             self.close()
             raise
-        self.consumed += self.sampler.global_batch_size
+        self.consumed = self._stream.after(self.consumed)
         return step
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold, JSON-able: it does not depend on the ranks."""
-        return {"consumed_samples": self.consumed, "sampler": self.sampler.state()}
+        return {"consumed_samples": self.consumed, "sampler": self._stream.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; ValueError when the stream is another one."""
-        theirs, ours = state["sampler"], self.sampler.state()
+        theirs, ours = state["sampler"], self._stream.state()
         if theirs != ours:
             raise ValueError(f"the state is of a stream with {theirs}, this loader has {ours}")
         self.close()
@@ -200,6 +156,76 @@ class MicroBatchLoader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class MicroBatchLoader(StepLoader):
+    """Endless iterator over training steps: each item is this rank's list of micro-batches.
+
+    Micro-batch k of a step holds, over all ranks in order, samples k * B * dp_size to
+    (k + 1) * B * dp_size - 1 of the global batch: which samples make up a step, and their
+    order, depend on the sampler alone. A thread reads ahead; what it has read but nobody has
+    taken does not count as consumed.
+
+    Args:
+        dataset: the samples.
+        sampler: which of them, in which order.
+        dp_rank: this rank's place among the data-parallel ranks.
+        dp_size: number of data-parallel ranks.
+        micro_batch_size: samples B of a micro-batch.
+        consumed: samples consumed before, over all ranks (the state to resume from).
+        prefetch: steps to read ahead; 0 reads in the calling thread.
+
+    Raises:
+        ValueError: a size of the global batch is no multiple of B * dp_size, or the sampler counts
+            other samples than the dataset has.
+        RuntimeError: from `next`, when a sample cannot be read; it names the samples.
+
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        sampler: BatchSampler,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        micro_batch_size: int,
+        consumed: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        _check_ranks(dp_rank, dp_size, micro_batch_size)
+        unit = micro_batch_size * dp_size
+        for size in sampler.sizes():
+            if size % unit:
+                below, above = size // unit * unit, (size // unit + 1) * unit
+                nearest = f"{below} or {above}" if below else f"{above}"
+                raise ValueError(
+                    f"global batch of {size} samples is no multiple of {unit} "
+                    f"(micro-batch {micro_batch_size} x {dp_size} ranks); nearest: {nearest}"
+                )
+        if sampler.num_samples != len(dataset):
+            raise ValueError(
+                f"the sampler counts {sampler.num_samples} samples, the dataset has {len(dataset)}"
+            )
+        super().__init__(sampler, consumed, prefetch)
+        self.dataset = dataset
+        self.sampler = sampler
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.micro_batch_size = micro_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the next step on each rank."""
+        return self.sampler.size(self.consumed) // (self.micro_batch_size * self.dp_size)
+
+    def sample_ids(self, consumed: int) -> NDArray[np.int64]:
+        """Return this rank's ids of the step after `consumed`, int64 [micro-batches, B]."""
+        shape = (-1, self.dp_size, self.micro_batch_size)
+        return self.sampler.batch(consumed).reshape(shape)[:, self.dp_rank]
+
+    def _read_step(self, consumed: int) -> list[MicroBatch]:
+        return [_load(self.dataset, ids) for ids in self.sample_ids(consumed)]
 
 
 class ValidationLoader:

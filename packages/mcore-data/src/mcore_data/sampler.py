@@ -1,10 +1,13 @@
 """Which samples a training step sees: a pure function of the seed and the samples consumed."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+PADDING: Final = -1
+"""Sample id of a row that stands for no sample."""
 
 _ROUNDS: Final = 8
 
@@ -46,13 +49,56 @@ def shuffled_order(
     return x.astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A batch that grows with the samples consumed, in equal steps (Megatron-LM's ramp-up).
+
+    Attributes:
+        start: samples of the first batches.
+        increment: samples by which the batch grows.
+        samples: samples consumed until the batch has its final size.
+
+    """
+
+    start: int
+    increment: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for name in ("start", "increment", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ramp {name} is {getattr(self, name)}, the least is 1")
+
+    def sizes(self, final: int) -> range:
+        """Return the sizes of the batch, from `start` to `final`; ValueError when no step hits it.
+
+        The message names the nearest final size that one does.
+        """
+        rest = final - self.start
+        if rest < 0 or rest % self.increment:
+            below = self.start + max(rest, 0) // self.increment * self.increment
+            raise ValueError(
+                f"a batch of {final} samples is not reached from {self.start} in steps of "
+                f"{self.increment}; nearest: {below}"
+            )
+        return range(self.start, final + 1, self.increment)
+
+    def size(self, consumed: int, final: int) -> int:
+        """Return the size of the batch after `consumed` samples."""
+        if consumed > self.samples:
+            return final
+        steps = len(self.sizes(final)) - 1
+        if not steps:
+            return final
+        return min(self.start + consumed * steps // self.samples * self.increment, final)
+
+
 @dataclass(frozen=True)
 class BatchSampler:
     """The order in which samples are consumed, over as many epochs as are asked for.
 
-    Epoch after epoch forms one endless stream; a batch is the next stretch of it, so a batch
-    may end one epoch and begin the next, and no sample is left out. There is no state:
-    resuming, with any number of ranks, is calling `batch` with the samples consumed so far.
+    Epoch after epoch forms one endless stream; a batch is the next stretch of it. There is no
+    state: resuming, with any number of ranks, is calling `batch` with the samples consumed so far.
 
     Args:
         num_samples: samples in an epoch.
@@ -60,6 +106,10 @@ class BatchSampler:
         seed: seed of the shuffle.
         shuffle: show every epoch in another order; otherwise in the order of the dataset
             (right for `GPTDataset`, whose samples are shuffled already).
+        last: what becomes of the end of an epoch that does not fill a batch. `join`: the batch
+            goes on into the next epoch, and no sample is left out. `drop`: it is left out, and
+            counts as consumed. `pad`: it is a batch with rows of id -1, which bear no loss.
+        ramp: how the batch grows to `global_batch_size`; None: it has that size from the start.
 
     """
 
@@ -67,11 +117,22 @@ class BatchSampler:
     global_batch_size: int
     seed: int = 0
     shuffle: bool = False
+    last: Literal["join", "drop", "pad"] = "join"
+    ramp: BatchRamp | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is 1")
+        if self.last not in ("join", "drop", "pad"):
+            raise ValueError(f"last is {self.last!r}, it can be join, drop or pad")
+        if self.last == "drop" and self.num_samples < self.global_batch_size:
+            raise ValueError(
+                f"an epoch of {self.num_samples} samples holds no batch of "
+                f"{self.global_batch_size}: nothing is left with last='drop'"
+            )
+        if self.ramp is not None:
+            self.ramp.sizes(self.global_batch_size)
 
     def take(self, consumed: int, count: int) -> NDArray[np.int64]:
         """Return the ids of the `count` samples after the first `consumed`, int64 [count]."""
@@ -87,10 +148,37 @@ class BatchSampler:
                 )
         return positions
 
+    def sizes(self) -> range:
+        """Return the sizes that a batch may have."""
+        final = self.global_batch_size
+        return range(final, final + 1) if self.ramp is None else self.ramp.sizes(final)
+
+    def size(self, consumed: int) -> int:
+        """Return the size of the batch after `consumed` samples."""
+        if self.ramp is None:
+            return self.global_batch_size
+        return self.ramp.size(consumed, self.global_batch_size)
+
+    def _stretch(self, consumed: int) -> tuple[int, int]:
+        """Return where the batch after `consumed` samples begins, and how many samples it has."""
+        size = self.size(consumed)
+        left = self.num_samples - consumed % self.num_samples
+        if self.last == "join" or left >= size:
+            return consumed, size
+        return (consumed, left) if self.last == "pad" else (consumed + left, size)
+
     def batch(self, consumed: int) -> NDArray[np.int64]:
-        """Return the sample ids of the batch after `consumed` samples, int64 [global batch]."""
-        return self.take(consumed, self.global_batch_size)
+        """Return the ids of the batch after `consumed` samples, int64 [size]; padding is -1."""
+        begin, count = self._stretch(consumed)
+        ids = self.take(begin, count)
+        return np.pad(ids, (0, self.size(consumed) - count), constant_values=PADDING)
+
+    def after(self, consumed: int) -> int:
+        """Return the samples consumed after that batch: left-out ones count, padding does not."""
+        begin, count = self._stretch(consumed)
+        return begin + count
 
     def state(self) -> dict[str, Any]:
         """Return what must be equal for two runs to consume the same stream, JSON-able."""
-        return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        state = {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        return state if self.last == "join" else {**state, "last": self.last}
