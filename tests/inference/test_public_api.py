@@ -23,7 +23,23 @@ def test_signatures_change_only_on_purpose() -> None:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
     limits = ["max_sequences", "max_batch_tokens"]
-    assert names(mcore_inference.LLM) == ["model", "tokenizer", "chat_template", *limits]
+    assert names(mcore_inference.LLM) == [
+        "model",
+        "tokenizer",
+        "chat_template",
+        "end_ids",
+        *limits,
+    ]
+    assert names(mcore_inference.LLM.from_hf) == [
+        "folder",
+        "tokenizer",
+        "chat_template",
+        "mesh",
+        "dtype",
+        "kernels",
+        "architectures",
+        *limits,
+    ]
     assert names(mcore_inference.LLM.from_checkpoint) == [
         "path",
         "tokenizer",

@@ -36,12 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         help="continue one or more prompts",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    generate.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a step folder, or a folder of them: then the newest",
-    )
+    _add_model(generate.add_mutually_exclusive_group(required=True))
     generate.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="repeat for several"
     )
@@ -67,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_model(group: "argparse._MutuallyExclusiveGroup") -> None:
+    where = "a step folder, or a folder of them: then the newest"
+    group.add_argument("--checkpoint", metavar="DIR", help=where)
+    group.add_argument("--hf", metavar="DIR", help="a Hugging Face folder")
+
+
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     serve = commands.add_parser(
         "serve",
@@ -74,8 +75,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = serve.add_argument
-    where = "a step folder, or a folder of them: then the newest"
-    add("--checkpoint", required=True, metavar="DIR", help=where)
+    _add_model(serve.add_mutually_exclusive_group(required=True))
     where = "a folder, a .model file or `byte`, in place of the checkpoint's own"
     add("--tokenizer", metavar="WHERE", help=where)
     where = "in place of the one in the tokenizer's folder"
@@ -108,8 +108,9 @@ def _generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         ignore_eos=args.ignore_eos,
     )
-    llm = LLM.from_checkpoint(
-        args.checkpoint,
+    load = LLM.from_checkpoint if args.hf is None else LLM.from_hf
+    llm = load(
+        args.checkpoint or args.hf,
         tokenizer=args.tokenizer,
         mesh=ParallelMesh.single(args.device),
         dtype=getattr(torch, args.dtype),
@@ -149,8 +150,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     # Before the model is read, which may take minutes.
     with bind(args.host, args.port) as bound:
-        llm = LLM.from_checkpoint(
-            args.checkpoint,
+        load = LLM.from_checkpoint if args.hf is None else LLM.from_hf
+        llm = load(
+            args.checkpoint or args.hf,
             tokenizer=args.tokenizer,
             chat_template=args.chat_template,
             mesh=ParallelMesh.single(args.device),
@@ -161,7 +163,7 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(
             llm,
             bound,
-            name=args.model_name or Path(args.checkpoint).resolve().name,
+            name=args.model_name or Path(args.checkpoint or args.hf).resolve().name,
             max_waiting=args.max_waiting,
             drain_timeout=args.drain_timeout,
         )

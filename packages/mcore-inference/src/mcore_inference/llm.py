@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import mcore_ckpt
+from mcore_ckpt.hf import HFFolder, load_hf
 from mcore_data import ChatTemplate, Tokenizer, load_tokenizer
 from mcore_inference.engine import Engine
 from mcore_inference.output import completion
@@ -20,6 +22,7 @@ from mcore_inference.text import TextStream
 from mcore_inference.weights import WeightLink, model_tensors
 from mcore_kernels import KernelConfig
 from mcore_models import GPT, ModelConfig, build_model
+from mcore_models.hf import ARCHITECTURES, Architecture
 from mcore_parallel import Group, LayoutTensor, ParallelMesh, broadcast_object
 
 Prompt = str | Sequence[int]
@@ -40,6 +43,7 @@ class LLM:
         tokenizer: its tokenizer. Only ids that it knows are sampled.
         chat_template: how conversations become prompts; default a line per turn. The special token
             with which it ends a turn ends a text, as the tokenizer's own end tokens do.
+        end_ids: more tokens that end a text.
         max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
 
     Raises:
@@ -53,6 +57,7 @@ class LLM:
         tokenizer: Tokenizer,
         *,
         chat_template: ChatTemplate | None = None,
+        end_ids: Iterable[int] = (),
         max_sequences: int = 64,
         max_batch_tokens: int = 8192,
     ) -> None:
@@ -66,7 +71,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template or ChatTemplate.load(None, tokenizer)
         ends = (tokenizer.eod_id, tokenizer.eos_id, self.chat_template.turn_end())
-        self.end_ids = frozenset(token for token in ends if token is not None)
+        self.end_ids = frozenset({*end_ids, *(token for token in ends if token is not None)})
         self.engine = Engine(
             ModelRunner(model),
             max_sequences=max_sequences,
@@ -106,11 +111,55 @@ class LLM:
             mcore_ckpt.CheckpointError: it is damaged.
         """
         mesh = mesh or ParallelMesh.single()
-        source = _open_together(path, tokenizer, chat_template, mesh.world)
+        source = _together(lambda: _open(path, tokenizer, chat_template), mesh.world)
         model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
         load_weights(model, source.folder)
         limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
-        return LLM(model, source.tokenizer, chat_template=source.chat_template, **limits)
+        return _assembled(model, source, limits)
+
+    @staticmethod
+    def from_hf(
+        folder: str | Path,
+        *,
+        tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | Path | None = None,
+        mesh: ParallelMesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        kernels: KernelConfig | None = None,
+        architectures: Mapping[str, Architecture] = ARCHITECTURES,
+        max_sequences: int = 64,
+        max_batch_tokens: int = 8192,
+    ) -> LLM:
+        """Load a Hugging Face folder: `config.json`, safetensors files, `tokenizer.json`.
+
+        Each rank reads only its own bytes of the weights, straight into the layout of the mesh, and
+        converts them to `dtype`. All ranks of the mesh call it, and all see the folder.
+
+        Args:
+            folder: where it lies.
+            tokenizer: one, or where it lies, in place of the folder's own.
+            chat_template: a file with one, in place of the folder's own.
+            mesh: the ranks over which to cut the model; default this process alone, on the CPU.
+            dtype: of weights and hidden states.
+            kernels: which operators to use (default: the best that run on the device).
+            architectures: by the name in `config.json`; those that installed packages register are
+                known besides.
+            max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
+
+        Raises:
+            FileNotFoundError: there is no `config.json`, or there are no tensors.
+            ValueError: the architecture is unknown, a field not supported, or a tensor does not
+                fit, naming file and field; or what the constructor raises.
+            mcore_ckpt.CheckpointError: a file is missing or damaged.
+        """
+        mesh = mesh or ParallelMesh.single()
+        source = _together(
+            lambda: _open_hf(folder, architectures, tokenizer, chat_template), mesh.world
+        )
+        model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
+        load_hf(folder, model_tensors(model), mesh.world, known=architectures)
+        limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
+        return _assembled(model, source, limits)
 
     def generate(
         self,
@@ -159,14 +208,18 @@ class LLM:
         """
         return self.engine.update_weights(link, version=version)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text to be continued, with those that the model expects before."""
+        return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)]
+
     def request(self, prompt: Prompt, params: SamplingParams, *, follow: bool = False) -> Request:
         """Return what `Engine.add` takes for one sample of a prompt.
 
         `follow` has its text follow its tokens, as stop strings do in any case.
         """
-        tokenizer = self.tokenizer
-        tokens = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        text = TextStream(tokenizer, tokens, params.stop) if follow or params.stop else None
+        tokens = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        streams = follow or params.stop
+        text = TextStream(self.tokenizer, tokens, params.stop) if streams else None
         return Request(prompt=tokens, params=params, end_ids=self.end_ids, text=text)
 
 
@@ -193,20 +246,26 @@ def _stored_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What a checkpoint says besides its tensors."""
+    """What a checkpoint or a folder says besides its tensors."""
 
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    end_ids: tuple[int, ...]
 
 
-def _open_together(
-    path: str | Path,
-    tokenizer: Tokenizer | str | Path | None,
-    chat_template: str | Path | None,
-    world: Group,
-) -> _Source:
+def _assembled(model: GPT, source: _Source, limits: dict[str, int]) -> LLM:
+    return LLM(
+        model,
+        source.tokenizer,
+        chat_template=source.chat_template,
+        end_ids=source.end_ids,
+        **limits,
+    )
+
+
+def _together(look: Callable[[], _Source], world: Group) -> _Source:
     """Return what rank 0 finds, or raise its error on every rank.
 
     One rank chooses: while a run still saves, the others might find a newer checkpoint.
@@ -214,7 +273,7 @@ def _open_together(
     found: _Source | Exception | None = None
     if world.rank == 0:
         try:
-            found = _open(path, tokenizer, chat_template)
+            found = look()
         except Exception as error:  # whatever it is: the others wait for an answer
             found = error
     found = broadcast_object(found, 0, world)
@@ -236,12 +295,58 @@ def _open(
         tokenizer = folder / "files" / "tokenizer"
         if not tokenizer.is_dir():
             raise ValueError(f"{folder} has no tokenizer in it: give one")
+    tokenizer, chat = _talk(tokenizer, chat_template)
+    return _Source(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        chat_template=chat,
+        end_ids=generation_ends(folder / "files" / "hf"),
+    )
+
+
+def _open_hf(
+    folder: str | Path,
+    architectures: Mapping[str, Architecture],
+    tokenizer: Tokenizer | str | Path | None,
+    chat_template: str | Path | None,
+) -> _Source:
+    opened = HFFolder.open(folder, known=architectures)
+    tokenizer, chat = _talk(opened.path if tokenizer is None else tokenizer, chat_template)
+    return _Source(
+        folder=opened.path,
+        config=opened.model,
+        tokenizer=tokenizer,
+        chat_template=chat,
+        end_ids=generation_ends(opened.path),
+    )
+
+
+def _talk(
+    tokenizer: Tokenizer | str | Path, chat_template: str | Path | None
+) -> tuple[Tokenizer, ChatTemplate]:
     place = None
     if isinstance(tokenizer, str | Path):
         place = Path(tokenizer) if Path(tokenizer).is_dir() else None
         tokenizer = load_tokenizer(tokenizer)
-    chat = ChatTemplate.load(place, tokenizer, file=chat_template)
-    return _Source(folder=folder, config=config, tokenizer=tokenizer, chat_template=chat)
+    return tokenizer, ChatTemplate.load(place, tokenizer, file=chat_template)
+
+
+def generation_ends(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a text according to the files of Hugging Face in a folder.
+
+    `eos_token_id` of `generation_config.json`, or without that file of `config.json`: one or
+    several, or none.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                ends = json.loads(path.read_bytes()).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{path}: no JSON object ({error})") from None
+            return tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return ()
 
 
 def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:

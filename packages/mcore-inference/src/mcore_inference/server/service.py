@@ -81,7 +81,7 @@ class Service:
         tokenizer = self.llm.tokenizer
         try:
             given = body.prompts
-            tokens = [tokenizer.encode(one) if isinstance(one, str) else one for one in given]
+            tokens = [self.llm.encode(one) if isinstance(one, str) else one for one in given]
             texts = [""] * len(given)
             if body.echo:
                 texts = [
