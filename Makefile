@@ -40,7 +40,8 @@ lowest: ## The suite against the lowest versions that the packages declare
 nightly: ## Longer suites; docs/nightly.md has the last figures
 	NIGHTLY=1 $(BIN)/pytest tests/system/test_crash.py
 	NIGHTLY=1 $(BIN)/pytest tests/system/test_quickstart.py -k layouts
-	uv run --group oracle pytest tests/data/datasets/test_gpt_oracle.py
+	NIGHTLY=1 $(BIN)/pytest tests/data/test_kills.py tests/data/datasets
+	MCORE_ORACLE_CONFIGS=260 uv run --group oracle pytest tests/data/datasets/test_gpt_oracle.py
 	tools/lowest.sh
 
 clean: ## Remove caches and build outputs

@@ -155,6 +155,16 @@ def test_cache(reader, tmp_path):
     assert len(os.listdir(tmp_path)) == 2 + len(others)
 
 
+def test_nodes_with_folders_of_their_own_agree(reader, tmp_path):
+    """U14: every node builds in its own folder, and both have the same samples."""
+    options = {"seq_length": 7, "num_samples": 200, "seed": 3}
+    nodes = [GPTDataset(reader, cache_dir=tmp_path / node, **options) for node in ("a", "b")]
+    names = [os.listdir(tmp_path / node) for node in ("a", "b")]
+    assert names[0] == names[1]
+    for i in range(10):
+        assert nodes[0][i].tokens.tolist() == nodes[1][i].tokens.tolist()
+
+
 def test_splits_of_a_file(reader):
     training, validation, test = gpt_splits(reader, "80,20", (100, None, 10), seq_length=5, seed=1)
     assert training is not None
