@@ -132,9 +132,11 @@ def compare(ranks, kind, world, device, lengths=(*LENGTHS, 0, 4), chunks=2):
         if rank != end:
             assert losses == evaluated == []
     losses, evaluated, _ = stages[end]
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     assert all(a.equal(b) for a, b in zip(losses, evaluated, strict=True))
-    torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-6)
+    # A GPU adds in another order.
+    close = {"rtol": 1e-5, "atol": 1e-6} if device == "cpu" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, gradients, **close)
 
 
 def test_one_stage_needs_no_process_group():

@@ -104,6 +104,9 @@ class Channel:
     ) -> None:
         self.group = pp
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            # A number, since threads that receive have another current device.
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.timeout = timeout or pp.timeout or _PATIENCE
         self.runs = 0
         self._headers = self._up = self._down = pp

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.actions import Action, Line
 from mcore_parallel.pipeline.channel import Channel, Message, Sending
-from mcore_parallel.pipeline.inbox import Inbox, LostError
+from mcore_parallel.pipeline.inbox import Inbox, LostError, lost
 from mcore_parallel.pipeline.watch import Watch
 from mcore_parallel.pipeline.weights import DeferredGradients, Pending
 
@@ -208,7 +208,7 @@ class _Run(Generic[M]):
             try:
                 self.sent[action] = self.channel.send(self.to_send.pop(action), peer)
             except RuntimeError as error:
-                raise LostError(str(error)) from error
+                raise lost(error) from error
         elif action.is_receive:
             peer = self.line.partner(action).stage
             timeout = self.channel.timeout.total_seconds()
@@ -224,7 +224,7 @@ class _Run(Generic[M]):
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise queue.Empty from error
-            raise LostError(f"{type(error).__name__}: {error}") from error
+            raise lost(error) from error
 
     def received(self, kind: Literal["RECV_F", "RECV_B"], action: Action) -> Tensor:
         return self.arriving.pop(replace(action, kind=kind)).wait()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from mcore_parallel.pipeline.actions import Action, Line
 from mcore_parallel.pipeline.channel import Channel, Message
@@ -18,6 +19,16 @@ _AHEAD = 2  # messages of a stage that may be here, or on their way, before they
 
 class LostError(RuntimeError):
     """A message cannot come any more: the connection to its sender is broken."""
+
+
+def lost(error: Exception) -> Exception:
+    """Return `error` as what it means for this stage: `LostError` where gloo lost a connection."""
+    # NCCL's errors are of a type of their own, and mostly about this rank.
+    if not isinstance(error, RuntimeError) or isinstance(error, dist.DistBackendError):
+        return error
+    found = LostError(f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
 
 
 class Inbox:
@@ -57,7 +68,7 @@ class Inbox:
         found = self._here[stage].get(timeout=timeout)
         self._room[stage].release()
         if isinstance(found, Exception):
-            raise LostError(f"{type(found).__name__}: {found}") from found
+            raise lost(found)
         return found
 
     def close(self) -> None:
