@@ -1,6 +1,6 @@
 """A Hugging Face architecture as one value: how its configs are read and its tensors named."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -9,7 +9,8 @@ from mcore_models.config import ModelConfig
 from mcore_models.hf.rules import Rule, in_force
 from mcore_parallel.mapping import Operator, TensorMapping
 
-_TRAINING_ONLY = {"dropout", "init_std", "init_depth_scaled"}
+_NEVER_WRITTEN = {"dropout", "init_depth_scaled"}
+_TRAINING_ONLY = {*_NEVER_WRITTEN, "init_std"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +53,23 @@ class Architecture:
             ValueError: the architecture cannot express the model; names the first field.
         """
         config = {**(base or {}), "architectures": [self.name], "model_type": self.model_type}
+        if base is not None and self._says(config, model):
+            return config  # as it was: fields that it leaves to their defaults stay out
         for rule in self.rules:
             rule.write(model, config)
         try:
-            expressed = self.read_config(config)
+            difference = _difference(model, self.read_config(config))
         except ValueError as error:
             raise ValueError(f"{self.name} cannot express the model: {error}") from None
-        for field in fields(ModelConfig):
-            if field.name in _TRAINING_ONLY or field.name == "pattern":
-                continue
-            asked, got = in_force(model, field.name), in_force(expressed, field.name)
-            if asked != got:
-                raise ValueError(
-                    f"{self.name} cannot express {field.name}={asked!r}, its own is {got!r}"
-                )
-        for i, (asked, got) in enumerate(
-            zip(model.layer_pattern, expressed.layer_pattern, strict=True)
-        ):
-            if asked != got:
-                raise ValueError(
-                    f"{self.name} cannot express layer {i} of pattern {asked!r}, its own is {got!r}"
-                )
+        if difference is not None:
+            raise ValueError(f"{self.name} cannot express {difference}")
         return config
+
+    def _says(self, config: Mapping[str, Any], model: ModelConfig) -> bool:
+        try:
+            return _difference(model, self.read_config(config), but=_NEVER_WRITTEN) is None
+        except ValueError:
+            return False
 
     def mapping(self, model: ModelConfig) -> TensorMapping:
         """Return the mapping between the tensors of a model there and here."""
@@ -98,3 +94,23 @@ class Architecture:
             return ModelConfig(**tree)
         except TypeError as error:
             raise ValueError(f"no model architecture: {error}") from None
+
+
+def _difference(
+    asked: ModelConfig, expressed: ModelConfig, but: Set[str] = _TRAINING_ONLY
+) -> str | None:
+    """Return what is first different between two models, None when they compute the same.
+
+    but: fields that are left out of account.
+    """
+    for name in (field.name for field in fields(ModelConfig)):
+        if name in but or name == "pattern":
+            continue
+        wanted, got = in_force(asked, name), in_force(expressed, name)
+        if wanted != got:
+            return f"{name}={wanted!r}, its own is {got!r}"
+    layers = zip(asked.layer_pattern, expressed.layer_pattern, strict=True)
+    for i, (wanted, got) in enumerate(layers):
+        if wanted != got:
+            return f"layer {i} of pattern {wanted!r}, its own is {got!r}"
+    return None
