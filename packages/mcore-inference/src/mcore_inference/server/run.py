@@ -113,7 +113,7 @@ async def _serve(
         await _first(serving, server.ready.wait())
         say(f"mcore-inference: serving {name} at {address(bound)}")
         await _first(serving, signals.get())
-        say(f"mcore-inference: draining, {engine.num_under_way} requests under way")
+        say(f"mcore-inference: draining, requests under way: {engine.num_under_way}")
         began = loop.time()
         await _first(engine.drain(), signals.get(), timeout=timeout)
         left = engine.num_under_way
@@ -127,7 +127,7 @@ async def _serve(
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     if left:
-        print(f"mcore-inference: {left} requests were not finished", file=sys.stderr)
+        print(f"mcore-inference: requests not finished: {left}", file=sys.stderr)
     return int(left > 0 or cut)
 
 
