@@ -145,6 +145,10 @@ def test_experts_are_cut_over_the_expert_view() -> None:
         ParallelConfig(ep=4): "num_experts=6 cannot be dealt out over ep=4: use ep=3 or 6",
         ParallelConfig(ep=2, etp=3): "expert_ffn_size=20 cannot be cut over etp=3: use etp=2 or 4",
         ParallelConfig(tp=4, etp=8): "expert_ffn_size=20 cannot be cut over etp=8: use etp=5 or 10",
+        # Of a world that is known, a degree must divide the ranks as well.
+        ParallelConfig(dp=4, ep=4): "use ep=2, or with another world ep=3 or 6",
+        ParallelConfig(tp=8, dp=1): "use etp=4, or with another world etp=5 or 10",
+        ParallelConfig(tp=3, dp=2, ep=2): "use etp=1, or with another world etp=2 or 4",
     }.items():
         with pytest.raises(ValueError, match=words):
             check_layout(config, parallel)

@@ -106,6 +106,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--preset", "gpt2", "--seq-length", "2048"], "use seq_length 1024 or less"),
         (["--preset", "gpt2", "--layout", "tp=2"], "nearest valid world sizes: 2"),
         (["--preset", "gpt2", "--steps", "0", "--seq-length", "8"], "steps=0 must be at least 1"),
+        (["--preset", "gpt2", "--seq-length", "8", "--json", "no/a"], "--json no/a cannot be"),
     ]:
         assert main(["bench", *arguments]) == 2
         err = capsys.readouterr().err

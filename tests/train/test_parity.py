@@ -141,6 +141,14 @@ def test_nan_and_missing_names_are_differences() -> None:
     ).holds
 
 
+def test_a_loss_of_zero_is_compared() -> None:
+    """Where every token is masked, the loss is 0 in any layout."""
+    nothing = Record(losses=(0.0,), gradients={}, parameters={}, diverged=())
+    assert compare(nothing, nothing, layout="x", world_size=1).holds
+    wrong = dataclasses.replace(nothing, losses=(1e-3,))
+    assert not compare(nothing, wrong, layout="x", world_size=1).holds
+
+
 def test_seeds_matter(reference: Callable[..., Reference]) -> None:
     """The comparison would see another initialisation."""
     other = comparable(config_from_tree(toy_tree(seed=5, steps=STEPS, model={"dropout": 0.1})))

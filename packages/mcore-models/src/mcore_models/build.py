@@ -1,6 +1,7 @@
 """From a configuration to a model in place: made on meta, checked, given memory and values."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -129,12 +130,21 @@ def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:
             raise ValueError(f"ep={ep} divides experts, and there are none here: use ep=1")
         return
     experts, width = config.moe.num_experts, config.moe.expert_ffn_size
+    ranks = None if parallel.dp is None else parallel.tp * parallel.cp * parallel.dp
     if experts % ep:
-        near = nearest_divisors(experts, ep)
-        raise ValueError(f"num_experts={experts} cannot be dealt out over ep={ep}: use ep={near}")
+        near = _near_degrees("ep", ep, experts, None if ranks is None else ranks // etp)
+        raise ValueError(f"num_experts={experts} cannot be dealt out over ep={ep}: {near}")
     if width % etp:
-        near = nearest_divisors(width, etp)
-        raise ValueError(f"expert_ffn_size={width} cannot be cut over etp={etp}: use etp={near}")
+        near = _near_degrees("etp", etp, width, None if ranks is None else ranks // ep)
+        raise ValueError(f"expert_ffn_size={width} cannot be cut over etp={etp}: {near}")
+
+
+def _near_degrees(axis: str, value: int, count: int, room: int | None) -> str:
+    """Which degrees divide `count`: those that fit the `room` in this world, then any others."""
+    near = nearest_divisors(count, value)
+    here = near if room is None else nearest_divisors(math.gcd(count, room), value)
+    others = "" if here == near else f", or with another world {axis}={near}"
+    return f"use {axis}={here}{others}"
 
 
 def _divides(degree: int, count: int) -> bool:

@@ -181,6 +181,8 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
         overrides=rest,
     )
     options = BenchOptions(warmup=args.warmup, steps=args.steps, split=not args.no_split)
+    if args.json is not None:
+        _check_appendable("--json", args.json)
     report = bench(config, options, nproc=args.nproc)
     if report.rank == 0:
         print("\n".join(describe(report)), flush=True)
@@ -188,6 +190,14 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
             with args.json.open("a") as file:
                 file.write(json.dumps({"preset": args.preset} | report.row()) + "\n")
     return 0
+
+
+def _check_appendable(option: str, path: Path) -> None:
+    """ValueError now, rather than an error when all is measured and lost."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from None
 
 
 def _recipes(args: argparse.Namespace, rest: list[str]) -> int:

@@ -166,7 +166,7 @@ def record(config: TrainConfig, mesh: ParallelMesh, steps: int) -> Record | None
 def compare(reference: Record, other: Record, *, layout: str, world_size: int) -> Report:
     """Return the differences of `other` from `reference` under the metric."""
     rows = [
-        Difference(kind="loss", name=f"step {i}", ratio=abs(a - b) / abs(a))
+        Difference(kind="loss", name=f"step {i}", ratio=abs(a - b) / max(abs(a), 1e-30))
         for i, (a, b) in enumerate(zip(reference.losses, other.losses, strict=True))
     ]
     for i, (mine, theirs) in enumerate(zip(reference.auxiliary, other.auxiliary, strict=True)):
