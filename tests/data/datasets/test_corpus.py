@@ -196,6 +196,12 @@ def test_plan_says_what_build_does(files):
             assert row.tokens == source.reader.lengths[documents].sum()
             assert row.epochs == pytest.approx(row.samples * 8 / row.tokens)
     assert sum(row.samples for row in rows if row.part == "train") == 200
+    short = Corpus(train=Blend.parse(files[2]))
+    message = r"/c: 20 documents .*with \d+ tokens hold no sample of seq_length 4000, .* 4001"
+    for call in (short.plan, short.build):
+        with pytest.raises(ValueError, match=message):
+            call(seq_length=4000)
+    assert short.plan(train=2, seq_length=4000)[0].epochs > 1
     once = Corpus(train=Blend(prefixes=tuple(files))).plan(seq_length=8)
     assert [row.samples for row in once] == [
         len(GPTDataset(IndexedReader(prefix), seq_length=8)) for prefix in files

@@ -79,6 +79,13 @@ class _Part:
         weighted = self.blend.weights is not None and self.cut is not None
         return len(self.blend.prefixes) == 1 and self.blend.counts is None and not weighted
 
+    @property
+    def takes_epochs(self) -> bool:
+        """Whether every file is read for exactly one epoch."""
+        if self.single:
+            return self.num_samples is None
+        return self.blend.weights is None and self.blend.counts is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -232,6 +239,13 @@ class Corpus:
                 for p, r in zip(part.blend.prefixes, ranges, strict=True)
             ]
             per_epoch = [num_epoch_samples(count, seq_length) for count in tokens]
+            for k, prefix in enumerate(part.blend.prefixes):
+                if ranges[k] and not per_epoch[k] and part.takes_epochs:
+                    raise ValueError(
+                        f"{prefix}: {len(ranges[k])} documents of {part.name} with {tokens[k]} "
+                        f"tokens hold no sample of seq_length {seq_length}, which takes "
+                        f"{seq_length + 1}"
+                    )
             if part.single:
                 drawn = [per_epoch[0] if part.num_samples is None else part.num_samples]
             else:
