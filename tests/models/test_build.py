@@ -25,6 +25,12 @@ def plain(config: ModelConfig, context: BuildContext, layer_index: int) -> nn.Mo
     return nn.Linear(config.hidden_size, config.hidden_size)
 
 
+def called_mlp(config: ModelConfig, context: BuildContext, layer_index: int) -> nn.Module:
+    module = nn.Linear(config.hidden_size, config.hidden_size)
+    module.part_name = "mlp"  # type: ignore[assignment]
+    return module
+
+
 def with_meta_buffer(config: ModelConfig, context: BuildContext, layer_index: int) -> nn.Module:
     module = nn.Linear(config.hidden_size, config.hidden_size)
     module.register_buffer("steps", torch.zeros(1, device=context.device))
@@ -108,6 +114,8 @@ def test_unknown_letters_are_refused_by_name() -> None:
 def test_two_parts_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layer 2 would have two parts called 'mlp'"):
         build_model(replace(LLAMA, pattern="*- *- -- *-"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"layer 1 would have two parts called 'mlp'.*part_name"):
+        build_model(replace(LLAMA, pattern=("*-", "P-", "*-", "*-")), builders={"P": called_mlp})
 
 
 def test_unknown_buffers_are_refused_by_name() -> None:
@@ -154,6 +162,19 @@ def test_experts_are_cut_over_the_expert_view() -> None:
             check_layout(config, parallel)
     with pytest.raises(ValueError, match="ep=2 divides experts, and there are none here: use ep=1"):
         check_layout(LLAMA, ParallelConfig(ep=2))
+
+
+def test_letters_are_checked_before_anything_is_built() -> None:
+    """Also those of layers on other pipeline stages."""
+    two = ParallelConfig(pp=2)
+    with pytest.raises(ValueError, match=r"layer 3 asks for 'X', which nothing builds"):
+        check_layout(replace(LLAMA, pattern=("*-", "*-", "*-", "*X")), two)
+    check_layout(replace(LLAMA, pattern=("*-", "*-", "*-", "*X")), two, {"X": plain})
+    check_layout(replace(LLAMA, pattern=("*-", "*-", "*-", "XX")), two, {"X": plain})
+    with pytest.raises(
+        ValueError, match=r"layer 2 would have two parts called 'attention'.*'\*\.'"
+    ):
+        check_layout(replace(LLAMA, pattern=("*-", "*-", "**", "*-")), two)
 
 
 def test_layouts_look_at_what_the_pattern_has() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
+from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
@@ -57,7 +58,7 @@ def build_model(
     """
     mesh = ParallelMesh.single() if mesh is None else mesh
     device = mesh.device if device is None else torch.device(device)
-    check_layout(config, mesh.config)
+    check_layout(config, mesh.config, builders)
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
         target = Target.of(place, dtype=dtype, head_dim=config.head_size or None)
@@ -85,12 +86,18 @@ def _chunks(config: ModelConfig, mesh: ParallelMesh) -> list[range]:
     return [placed[line.position(mesh.pp.rank, chunk)] for chunk in range(line.num_chunks)]
 
 
-def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that the architecture can be cut as `parallel` (resolved) says.
+def check_layout(
+    config: ModelConfig, parallel: ParallelConfig, builders: Mapping[str, Builder] | None = None
+) -> None:
+    """Check that the architecture can be built, and cut as `parallel` (resolved) says.
+
+    `builders` are those that `build_model` will be given.
 
     Raises:
-        ValueError: one line naming the numbers and the degrees of parallelism that fit.
+        ValueError: one line naming the numbers and the degrees of parallelism that fit, or the
+            layer and its letter.
     """
+    check_parts(config, builders or {})
     tp, cp = parallel.tp, parallel.cp
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)

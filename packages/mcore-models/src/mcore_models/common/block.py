@@ -3,6 +3,7 @@
 T tokens, H hidden; under sequence parallelism a rank holds the hidden states [T / tp, H].
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -26,6 +27,23 @@ from mcore_parallel import gather_from_group, scatter_to_group
 _BUILDERS: dict[str, Builder] = {"*": Attention, "M": Mamba2, "-": MLP, "E": MoE}
 _PART_NAMES = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
 _SLOTS = (("input_norm", "mixer"), ("post_norm", "feed_forward"))
+
+
+def check_parts(config: ModelConfig, builders: Mapping[str, Builder]) -> None:
+    """Check, without building, that every layer's letters have builders and names of their own.
+
+    Raises:
+        ValueError: names the layer, on whatever pipeline stage it will be.
+    """
+    known = {**_BUILDERS, **builders}
+    for index, letters in enumerate(config.layer_pattern):
+        for letter in letters.replace(NO_PART, ""):
+            find_builder(letter, index, known)
+        if letters[0] == letters[1] in _PART_NAMES:
+            raise ValueError(
+                f"layer {index} would have two parts called {_PART_NAMES[letters[0]]!r}: "
+                f"give each a layer of its own, '{letters[0]}{NO_PART}'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
