@@ -1,0 +1,115 @@
+"""What a rank knows of its rows: the documents in them, and where its chunks stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.context.blocks import Chunk
+
+__all__ = ["Documents", "LastPlan", "chunks_of", "document_order", "local_documents"]
+
+P = TypeVar("P")
+
+Documents = tuple[range, ...]
+"""The rows of each document, among those of this rank."""
+
+
+def local_documents(
+    cu_seqlens: tuple[Tensor, Tensor], uniform: tuple[int, int] | None, rows: tuple[int, int]
+) -> Documents:
+    """Return the documents of this rank's rows; reads them from the device unless `uniform`.
+
+    cu_seqlens, rows: those of queries and keys.
+
+    Raises:
+        ValueError: queries and keys are cut differently, the documents do not fit the rows, or
+            one has an odd number of rows here, so that it is not two chunks of equal length.
+    """
+    if uniform is not None:
+        samples, length = uniform
+        bounds = list(range(0, samples * length + 1, length)) if length else [0]
+    else:
+        bounds = cu_seqlens[0].tolist()
+        same = cu_seqlens[0] is cu_seqlens[1] or bounds == cu_seqlens[1].tolist()
+        if not same:
+            raise ValueError(
+                "context parallel attention: queries and keys must be the same documents; "
+                "their cu_seqlens differ"
+            )
+    if rows[0] != rows[1] or bounds[-1] > rows[0]:
+        raise ValueError(
+            f"context parallel attention: documents end at row {bounds[-1]}, and there are "
+            f"{rows[0]} rows of queries and {rows[1]} of keys"
+        )
+    documents = tuple(range(start, stop) for start, stop in pairwise(bounds))
+    for index, document in enumerate(documents):
+        if len(document) % 2:
+            raise ValueError(
+                f"context parallel attention: document {index} has {len(document)} rows on this "
+                f"rank and must have two equal chunks: {len(document) - 1} or {len(document) + 1}"
+            )
+    return documents
+
+
+def chunks_of(document: range, rank: int, size: int) -> tuple[Chunk, Chunk]:
+    """Return the two chunks of a document that rank `rank` of `size` holds in these rows."""
+    length = len(document) // 2
+    early, late = rank * length, (2 * size - 1 - rank) * length
+    return (
+        Chunk(range(early, early + length), document.start),
+        Chunk(range(late, late + length), document.start + length),
+    )
+
+
+def document_order(documents: Documents, num_rows: int, size: int) -> Tensor:
+    """Where the rows of `size` neighbouring ranks go, when they stand one rank after another.
+
+    Returns int64 [size · num_rows]: taking these rows puts every document in the order of its
+    positions, as one rank of a split over fewer would hold it. Rows of no document come last.
+    """
+    taken = []
+    for document in documents:
+        half = len(document) // 2
+        early = torch.arange(document.start, document.start + half)
+        late = torch.arange(document.start + half, document.stop)
+        taken += [early + rank * num_rows for rank in range(size)]
+        taken += [late + rank * num_rows for rank in reversed(range(size))]
+    rest = torch.arange(documents[-1].stop if documents else 0, num_rows)
+    taken += [rest + rank * num_rows for rank in range(size)]
+    return torch.cat(taken)
+
+
+class LastPlan(Generic[P]):
+    """The plan of the last batch: the layers of a micro-batch ask for the same one in turn."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Tensor | None, Tensor | None, Hashable] | None = None
+        self._plan: P | None = None
+
+    def get(
+        self,
+        cu_seqlens: tuple[Tensor, Tensor],
+        uniform: tuple[int, int] | None,
+        key: Hashable,
+        make: Callable[[], P],
+    ) -> P:
+        """Return `make()`, or what it returned last if nothing has changed since.
+
+        A tensor counts as unchanged when it is the same object in the same version.
+        """
+        tensors = (None, None) if uniform is not None else cu_seqlens
+        versions = tuple(None if x is None else x._version for x in tensors)
+        key = (key, uniform, versions)
+        asked, plan = self._asked, self._plan
+        if plan is not None and asked is not None:
+            q, k, old = asked
+            if q is tensors[0] and k is tensors[1] and old == key:
+                return plan
+        plan = make()
+        self._asked, self._plan = (*tensors, key), plan
+        return plan

@@ -1,0 +1,307 @@
+"""Attention over shared documents equals one process, whichever way keys or heads travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_parallel import Group, all_reduce
+from mcore_parallel.context import (
+    AllToAllAttention,
+    RingAttention,
+    SequenceSplit,
+    check_context_attention,
+    context_attention,
+)
+from mcore_parallel.protocols import AttentionOp, TorchAttention
+from mcore_parallel.testing import RankPool
+
+D, DV = 4, 6
+KINDS = [
+    (2, "ring", None),
+    (2, "all-gather", None),
+    (2, "all-to-all", None),
+    (4, "ring", None),
+    (4, "all-gather", None),
+    (4, "all-to-all", None),
+    (4, "two-level", 2),
+]
+# Windows below, at and above the length of a chunk, and one that spans several.
+MASKS = [(True, None), (False, None)]
+MASKS += [(causal, window) for causal in (True, False) for window in (1, 2, 3, 5, 9, 40)]
+PACKED = (8, 0, 16, 40)
+UNIFORM = (24, 24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Documents, heads and what a query may see."""
+
+    lengths: tuple[int, ...] = PACKED
+    heads: tuple[int, int] = (4, 2)
+    masking: tuple[bool, int | None] = (True, None)
+    scale: float | None = None
+    trailing: int = 0
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.lengths)) == 1 and not self.trailing
+
+    def bounds(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.lengths))
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and the gradient of the output, of all ranks."""
+        rows, (heads, kv_heads) = sum(self.lengths), self.heads
+        shapes = [(heads, D), (kv_heads, D), (kv_heads, DV), (heads, DV)]
+        generator = torch.Generator().manual_seed(7)
+        return [
+            torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in shapes
+        ]
+
+
+def attend(
+    op: AttentionOp, problem: Problem, qkv: list[Tensor], bounds: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    longest = max(b - a for a, b in pairwise(bounds))
+    causal, window = problem.masking
+    return op(
+        *qkv,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        uniform=(len(problem.lengths), longest) if problem.uniform else None,
+        causal=causal,
+        window=window,
+        scale=problem.scale,
+    )
+
+
+def alone(problem: Problem) -> list[Tensor]:
+    """Output, log-sum-exp and gradients in one process."""
+    *qkv, grad = problem.inputs()
+    qkv = [x.requires_grad_() for x in qkv]
+    out, lse = attend(TorchAttention(), problem, qkv, problem.bounds())
+    out.backward(grad)
+    return [out.detach(), lse, *(x.grad for x in qkv if x.grad is not None)]
+
+
+def shared(kind: str, inner: int | None, problems: list[Problem]) -> list[list[Tensor]]:
+    """The same of each problem, put together from the ranks of this world."""
+    group = Group.world()
+    op = context_attention(kind, group, inner=inner)
+    found = []
+    for problem in problems:
+        split = SequenceSplit(bounds=problem.bounds(), size=group.size)
+        *qkv, grad = (split.take(x, group.rank) for x in problem.inputs())
+        extra = problem.trailing
+        qkv = [torch.cat([x, x.new_full((extra, *x.shape[1:]), 3.0)]).requires_grad_() for x in qkv]
+        grad = torch.cat([grad, grad.new_ones(extra, *grad.shape[1:])])
+        out, lse = attend(op, problem, qkv, split.local_bounds)
+        assert not lse.requires_grad
+        out.backward(grad)
+        results = [out.detach(), lse, *(x.grad for x in qkv if x.grad is not None)]
+        assert len(results) == 5
+        rows = len(results[0]) - extra
+        assert not any(x[rows:].any() for x in (results[0], *results[2:]))  # of no document
+        found.append([split.gather(x[:rows].contiguous(), group) for x in results])
+    group.split(inner).close() if inner else None
+    return found
+
+
+def check(ranks: RankPool, kind: tuple[int, str, int | None], problems: list[Problem]) -> None:
+    world, name, inner = kind
+    for found in ranks.run(shared, world, name, inner, problems)[:1]:
+        for problem, results in zip(problems, found, strict=True):
+            tolerance = (
+                {"rtol": 1e-9, "atol": 1e-11}
+                if problem.dtype == torch.float64
+                else {"rtol": 1e-5, "atol": 1e-5}
+            )
+            names = ("out", "lse", "dq", "dk", "dv")
+            for what, got, want in zip(names, results, alone(problem), strict=True):
+                torch.testing.assert_close(
+                    got, want, **tolerance, msg=lambda m, w=what, p=problem: f"{w} of {p}: {m}"
+                )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str, int | None]) -> None:
+    """U28's kind, at the operator: no gradient is off by a factor of cp."""
+    problems = [
+        Problem(masking=masking, lengths=lengths)
+        for masking in MASKS
+        for lengths in (PACKED, UNIFORM)
+    ]
+    problems += [
+        Problem(heads=(8, 1), masking=(True, 3)),  # kv heads fewer than ranks
+        Problem(heads=(4, 4), masking=(False, 5)),
+        Problem(heads=(8, 4), scale=0.3),
+        Problem(lengths=(8,)),  # chunks of one row on four ranks
+        Problem(lengths=(8, 0), masking=(False, 2)),
+        Problem(lengths=(0, 0)),
+        Problem(trailing=3),
+        Problem(trailing=1, masking=(False, 4)),
+        Problem(dtype=torch.float32),
+        Problem(dtype=torch.float32, masking=(False, 5), lengths=UNIFORM),
+    ]
+    check(ranks, kind, problems)
+
+
+def isolated(kind: str, inner: int | None, lengths: tuple[int, ...]) -> None:
+    group = Group.world()
+    op = context_attention(kind, group, inner=inner)
+    for masking in ((True, None), (False, None), (True, 3), (False, 3)):
+        problem = Problem(lengths=lengths, masking=masking)
+        split = SequenceSplit(bounds=problem.bounds(), size=group.size)
+        results = []
+        for factor in (1.0, 100.0):
+            whole = problem.inputs()
+            for x in whole:
+                x[problem.bounds()[1] : problem.bounds()[2]] *= factor
+            *qkv, grad = (split.take(x, group.rank) for x in whole)
+            qkv = [x.requires_grad_() for x in qkv]
+            out, _ = attend(op, problem, qkv, split.local_bounds)
+            out.backward(grad)
+            results.append([out.detach(), *(x.grad for x in qkv if x.grad is not None)])
+        start, stop = split.local_bounds[1:3]
+        for before, after in zip(*results, strict=True):
+            assert torch.equal(before[:start], after[:start])
+            assert torch.equal(before[stop:], after[stop:])
+            assert not torch.equal(before[start:stop], after[start:stop])
+    group.split(inner).close() if inner else None
+
+
+@pytest.mark.parametrize("kind", KINDS[3:], ids=str)
+def test_packed_documents_do_not_see_each_other(
+    ranks: RankPool, kind: tuple[int, str, int | None]
+) -> None:
+    """U29's and U41's kind: outputs and gradients of the other documents change by exactly 0."""
+    world, name, inner = kind
+    ranks.run(isolated, world, name, inner, (8, 16, 24))
+
+
+def layers(inner: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Two layers of different kinds in one model: parameters' gradients, here and alone."""
+
+    def run(ops: list[AttentionOp], x: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        weights = [
+            torch.randn(8, 24, generator=generator, dtype=torch.float64).requires_grad_()
+            for _ in ops
+        ]
+        problem = Problem(lengths=(16, 8))
+        for op, weight in zip(ops, weights, strict=True):
+            q, k, v = (x @ weight).unflatten(-1, (6, 4)).split(2, 1)
+            out, _ = attend(op, problem, [q, k, v], bounds)
+            x = x + out.flatten(1)
+        x.square().sum().backward()
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    group = Group.world()
+    split = SequenceSplit(bounds=(0, 16, 24), size=group.size)
+    whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ops = [context_attention("ring", group), context_attention("all-to-all", group)]
+    ops.append(context_attention("all-gather", group))
+    ops.append(context_attention("two-level", group, inner=inner))
+    mine = run(ops, split.take(whole, group.rank), split.local_bounds)
+    want = run([TorchAttention()] * len(ops), whole, split.bounds)
+    return [all_reduce(grad, group) for grad in mine], want
+
+
+def test_layers_of_different_kinds_in_one_model(ranks: RankPool) -> None:
+    """U28: parameters' gradients, summed over the group, are those of one process."""
+    for mine, want in ranks.run(layers, 2, 1) + ranks.run(layers, 2, 2):
+        torch.testing.assert_close(mine, want)
+
+
+class Counting(TorchAttention):
+    """Counts the scores that it is asked for."""
+
+    def __init__(self) -> None:
+        self.scores: list[int] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        lengths = rest["cu_seqlens_q"].diff() * rest["cu_seqlens_k"].diff()
+        self.scores.append(int(lengths.sum()))
+        return super().__call__(q, k, v, **rest)
+
+
+def count_work() -> tuple[list[int], int]:
+    group, op = Group.world(), Counting()
+    ring = RingAttention(group, op)
+    problem = Problem(lengths=(64,))
+    split = SequenceSplit(bounds=problem.bounds(), size=group.size)
+    qkv = [split.take(x, group.rank) for x in problem.inputs()[:3]]
+    attend(ring, problem, qkv, split.local_bounds)
+    full = list(op.scores)
+    attend(ring, replace(problem, masking=(True, 2)), qkv, split.local_bounds)
+    return full, sum(op.scores[len(full) :])
+
+
+def test_a_causal_ring_gives_every_rank_the_same_work_and_a_window_little(ranks: RankPool) -> None:
+    found = ranks.run(count_work, 4)
+    for full, windowed in found:
+        assert full == [16 * 16, 16 * 8, 16 * 8, 16 * 8]
+        # Two chunks of 8 queries with 8 keys each, and a corner of one or two keys before each.
+        assert windowed <= 2 * (8 * 8 + 2 * 2)
+
+
+def test_a_group_of_one_is_the_operator() -> None:
+    problem = Problem(lengths=(5, 3))
+    for kind in ("ring", "all-gather", "all-to-all"):
+        op = context_attention(kind, Group.single())
+        out, lse = attend(op, problem, problem.inputs()[:3], problem.bounds())
+        want = alone(problem)
+        assert torch.equal(out, want[0])
+        assert torch.equal(lse, want[1])
+
+
+def test_what_cannot_be_shared_is_refused_in_one_line() -> None:
+    four = Group(0, 4, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match=r"6 query and 2 kv heads .* over 4 ranks: use 2 or 6"):
+        check_context_attention("all-to-all", 4, num_heads=6, num_kv_heads=2)
+    with pytest.raises(ValueError, match=r"12 query and 3 kv heads .* over 4 ranks: use 3 or 6"):
+        check_context_attention("two-level", 8, num_heads=12, num_kv_heads=3, inner=4)
+    check_context_attention("all-to-all", 6, num_heads=12, num_kv_heads=3)
+    check_context_attention("ring", 5, num_heads=3, num_kv_heads=3)
+    with pytest.raises(ValueError, match="did you mean 'all-gather'"):
+        context_attention("allgather", four)
+    with pytest.raises(
+        ValueError, match=r"over 4 ranks with inner=3: inner must be one of 1, 2, 4"
+    ):
+        context_attention("two-level", four, inner=3)
+    with pytest.raises(ValueError, match="'ring' has no inner ranks, got inner=2"):
+        context_attention("ring", four, inner=2)
+    with pytest.raises(ValueError, match="no rings over every 3th"):
+        RingAttention(four, stride=3)
+    odd = Problem(lengths=(4, 3))
+    inputs = odd.inputs()[:3]
+    for op in (RingAttention(four), AllToAllAttention(four), context_attention("all-gather", four)):
+        with pytest.raises(ValueError, match=r"document 1 has 3 rows .* two equal chunks: 2 or 4"):
+            attend(op, odd, inputs, odd.bounds())
+        with pytest.raises(ValueError, match="documents end at row 8, and there are 7 rows"):
+            attend(op, odd, inputs, (0, 8))
+    with pytest.raises(ValueError, match="window is 0, must be at least 1"):
+        attend(RingAttention(four), Problem(masking=(True, 0)), Problem().inputs()[:3], (0, 64))
+    q, k, v = inputs
+    bounds = [torch.tensor(x, dtype=torch.int32) for x in ((0, 4, 6), (0, 2, 6))]
+    with pytest.raises(ValueError, match="must be the same documents"):
+        RingAttention(four)(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_k=bounds[1],
+            max_seqlen_q=4,
+            max_seqlen_k=4,
+        )
