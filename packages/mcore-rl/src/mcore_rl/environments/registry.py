@@ -8,10 +8,12 @@ from typing import Any
 
 from mcore_rl.environments.base import Environment
 from mcore_rl.environments.chain_sum import ChainSum
+from mcore_rl.environments.count_on import CountOn
 from mcore_rl.environments.guess_number import GuessNumber
 
 ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {
     ChainSum.name: ChainSum,
+    CountOn.name: CountOn,
     GuessNumber.name: GuessNumber,
 }
 

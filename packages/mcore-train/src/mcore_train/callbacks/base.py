@@ -29,7 +29,10 @@ class Callback:
         """Called when every callback has had its `on_step`: their state is that of this step."""
 
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
-        """Called when a validation loss is known (mean over all valid tokens, nats)."""
+        """Called when a validation loss is known (mean over all valid tokens, nats).
+
+        In a run that is about something else than a loss it is that: a mean reward, say.
+        """
 
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
         """Called when the checkpoint of `step` is complete and committed."""

@@ -28,10 +28,13 @@ class MetricsLog(Callback):
     the step gave, validation rows `step validation_loss`, checkpoint rows `step saved`. Losses are
     the values used: the mean over all valid tokens of the global batch. After a resume, rows of
     steps that will be run again are dropped first, so the file reads like an uninterrupted run.
+
+    `measure` is what evaluations give, in place of losses: it ends the names of their values.
     """
 
-    def __init__(self, config: LogConfig) -> None:
+    def __init__(self, config: LogConfig, *, measure: str = "loss") -> None:
         self.config = config
+        self.measure = measure
         self.path = config.directory / "metrics.jsonl" if config.directory else None
         self.writer: SummaryWriter | None = None
         self.active = False
@@ -91,8 +94,9 @@ class MetricsLog(Callback):
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
         """Log a validation loss; its time is not that of training."""
         self.clock += self._since_step()
-        if self.active and (trainer.step, f"{name}_loss") not in self.evaluated:
-            self._write(step=trainer.step, **{f"{name}_loss": loss})
+        label = f"{name}_{self.measure}"
+        if self.active and (trainer.step, label) not in self.evaluated:
+            self._write(step=trainer.step, **{label: loss})
 
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
         """Log that a checkpoint is complete; its time is not that of training."""
@@ -122,9 +126,13 @@ class MetricsLog(Callback):
 
 
 class Progress(Callback):
-    """A progress bar over the steps on rank 0, written to stderr."""
+    """A progress bar over the steps on rank 0, written to stderr.
 
-    def __init__(self) -> None:
+    It shows the loss, or what else `measure` names among the numbers of a step.
+    """
+
+    def __init__(self, *, measure: str = "loss") -> None:
+        self.measure = measure
         self.bar: tqdm[Any] | None = None
         self.validation = ""
 
@@ -139,7 +147,9 @@ class Progress(Callback):
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Advance the bar by one step."""
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {metrics.loss:.3f}{self.validation}", refresh=False)
+            value = metrics.extra.get(self.measure, metrics.loss)
+            text = f"{self.measure} {value:.3f}{self.validation}"
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(1)
 
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
