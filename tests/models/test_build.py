@@ -129,7 +129,6 @@ def test_unknown_buffers_are_refused_by_name() -> None:
     [
         (ParallelConfig(tp=3), ("num_heads=4", "tp=3", "2 or 4")),
         (ParallelConfig(tp=8), ("num_heads=4", "tp=8", "use tp=4")),
-        (ParallelConfig(cp=2), ("cp=2", "cp=1")),
         (ParallelConfig(pp=2, stage_layers=(1, 2)), ("3", "4")),
     ],
 )
@@ -142,6 +141,17 @@ def test_layouts_that_cannot_carry_the_model(
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+def test_parts_of_ones_own_are_not_taken_to_split_documents() -> None:
+    check_layout(LLAMA, ParallelConfig(cp=2))
+    own = replace(LLAMA, pattern=("*-", "P-", "*-", "*-"))
+    message = "^the part 'P' cannot split documents over cp=2 ranks: use cp=1$"
+    with pytest.raises(ValueError, match=message):
+        check_layout(own, ParallelConfig(cp=2), {"P": plain})
+    with pytest.raises(ValueError, match=r"the part '\*' cannot split documents over cp=2"):
+        check_layout(LLAMA, ParallelConfig(cp=2), {"*": plain})
+    check_layout(LLAMA, ParallelConfig(cp=2), {"-": plain})
 
 
 def test_experts_are_cut_over_the_expert_view() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import dataclass, fields
+
 import pytest
 import torch
 
@@ -52,6 +54,59 @@ def test_wrong_shapes_and_bounds_are_refused() -> None:
         TokenBatch.from_samples(tokens, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match=r"labels has shape \(4,\) in a batch of 6"):
         TokenBatch.from_samples(tokens, labels=torch.zeros(4, dtype=torch.int64))
+
+
+def test_shares_of_samples() -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    batch = TokenBatch.from_samples(tokens, labels=tokens + 1)
+    assert batch.share(0, 1) is batch
+    early, late = (batch.share(rank, 2) for rank in range(2))
+    assert early.tokens.tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert late.tokens.tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert early.positions.tolist() == [0, 1, 6, 7] * 2
+    assert (early.uniform, early.max_seqlen, early.shares) == ((2, 4), 4, 2)
+    assert early.cu_seqlens.tolist() == [0, 4, 8]
+    assert early.loss_mask is None  # nothing was added
+    assert early.rows is not None
+    assert torch.equal(early.rows, early.tokens)
+    with pytest.raises(ValueError, match="one of 2 shares already"):
+        early.share(0, 2)
+    with pytest.raises(ValueError, match="rank 2 is not one of the 2"):
+        batch.share(2, 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weighted(TokenBatch):
+    """A batch that carries more."""
+
+    weights: torch.Tensor
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_shares_of_packed_documents_are_padded(multiple: int) -> None:
+    """U29: documents of 5 and 3 tokens become 8 and 4; what is added counts nowhere."""
+    whole = TokenBatch.from_samples(
+        torch.arange(1, 9)[None], cu_seqlens=torch.tensor([0, 5, 8]), sample_ids=[3]
+    )
+    values = {f.name: getattr(whole, f.name) for f in fields(whole)}
+    batch = Weighted(**values, weights=torch.arange(1.0, 9.0))
+    shares = [batch.share(rank, 2, multiple=multiple) for rank in range(2)]
+    found = {}
+    for share in shares:
+        assert isinstance(share, Weighted)
+        assert share.num_tokens == (8 if multiple == 4 else 6)
+        assert share.cu_seqlens.tolist() == [0, 4, 6]
+        assert (share.uniform, share.max_seqlen, share.shares) == (None, 4, 2)
+        assert share.loss_mask is not None
+        assert share.rows is not None
+        for row in range(share.num_tokens):
+            token = int(share.tokens[row])
+            assert float(share.loss_mask[row]) == (token > 0)
+            assert float(share.weights[row]) == token
+            if token:
+                found[token] = int(share.positions[row]), int(share.rows[row])
+    positions = [0, 1, 2, 3, 4, 0, 1, 2]
+    assert found == {i + 1: (positions[i], 24 + i) for i in range(8)}
 
 
 def test_dropout_of_a_slice_is_the_slice_of_the_dropout() -> None:

@@ -135,6 +135,7 @@ def _check_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> None:
 class ReplicaData:
     """The micro-batches of this rank's replica, read by its first rank and broadcast.
 
+    Under context parallelism each rank then keeps its share of every document.
     Samples are taken epoch by epoch, each in another order, as a function of seed and consumed
     samples alone: the order depends neither on the number of replicas nor on the length of the
     run, and a run can go on at any sample.
@@ -232,7 +233,13 @@ class ReplicaData:
         message = broadcast_object(None if failure is None else str(failure), 0, group)
         if message is not None:
             raise ValueError(message) from failure
-        return [batch.to(self.mesh.device) for batch in share_batches(batches, group)]
+        cp, parallel = self.mesh.cp, self.mesh.config
+        multiple = parallel.tp if parallel.sequence_parallel else 1
+        shares = [
+            batch.share(cp.rank, cp.size, multiple=multiple)
+            for batch in share_batches(batches, group)
+        ]
+        return [share.to(self.mesh.device) for share in shares]
 
 
 def check_tokens(arrays: MicroBatch, vocab_size: int) -> None:
@@ -308,7 +315,7 @@ def _num_bytes(tensors: dict[str, tuple[torch.dtype, int]]) -> int:
 def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
     batches, at = [], 0
     for row in header:
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for name, (dtype, size) in row["tensors"].items():
             end = at + dtype.itemsize * size
             # clone: a view at an odd offset would not be aligned for its dtype
@@ -319,6 +326,8 @@ def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
 
 
 def tokenizer_folder(config: TrainConfig) -> dict[str, Path | bytes]:
-    """The files that go with a checkpoint: the tokenizer's folder, where there is one."""
+    """The files that go with a checkpoint: those of the tokenizer, where there is one."""
     folder = config.data.tokenizer
-    return {} if folder is None else {"tokenizer": folder}
+    return (
+        {} if folder is None else {f"tokenizer/{path.name}": path for path in tokenizer_files(folder)}
+    )

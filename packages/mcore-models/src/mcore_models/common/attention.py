@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.config import ModelConfig
-from mcore_parallel import Init
+from mcore_parallel import AttentionOp, Init
+from mcore_parallel.context import context_attention
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
 
 
@@ -15,7 +16,8 @@ class Attention(nn.Module):
 
     Split over heads: the local weight holds this rank's q, k and v rows, whose global names are
     `attention.{q,k,v}.weight`; with fewer kv heads than ranks a kv head lies on several ranks.
-    Communicates over the tensor-parallel group (Shoeybi et al., "Megatron-LM", 2019).
+    Communicates over the tensor-parallel group (Shoeybi et al., "Megatron-LM", 2019), and over the
+    context-parallel group, whose ranks hold shares of each document, by ring attention.
     """
 
     parallel = True
@@ -50,10 +52,18 @@ class Attention(nn.Module):
             dtype=build.dtype,
         )
         self._rope = build.kernels.rope
-        self._attention = build.kernels.attention
+        self._shares = build.mesh.cp.size
+        self._attention: AttentionOp = build.kernels.attention
+        if self._shares > 1:
+            self._attention = context_attention("ring", build.mesh.cp, build.kernels.attention)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        """[T, H] to [T, H]; with a cache in `context`, new tokens also see the cached ones."""
+        """[T, H] to [T, H]; with a cache in `context`, new tokens also see the cached ones.
+
+        Raises:
+            ValueError: the batch is not this rank's share, or there is a cache for shares.
+        """
+        self._check_shares(context)
         rows: Tensor = self.qkv(hidden)
         heads = rows.view(rows.shape[0], -1, self.head_size)
         q, k, v = torch.split(heads, self._local_heads, dim=1)
@@ -78,3 +88,13 @@ class Attention(nn.Module):
         )
         out: Tensor = self.o(mixed.flatten(1))
         return out
+
+    def _check_shares(self, context: TokenContext) -> None:
+        here, wanted = context.batch.shares, self._shares
+        if here != wanted:
+            raise ValueError(
+                f"the batch is one of {here} shares of its documents and cp={wanted}: give each "
+                f"rank TokenBatch.share(cp.rank, {wanted}) of the whole"
+            )
+        if wanted > 1 and context.cache is not None:
+            raise ValueError(f"keys and values cannot be cached over cp={wanted} ranks: use cp=1")

@@ -6,12 +6,13 @@ T tokens (sample b's position s of a [B, S] batch is token b·S+s), N documents.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
 from mcore_parallel import RngKey, dropout
+from mcore_parallel.context import DocumentPadding
 
 if TYPE_CHECKING:
     from mcore_models.common.auxiliary import AuxiliaryLosses
@@ -27,6 +28,7 @@ class TokenBatch:
     `tokens`, `positions`, `labels` are [T] int64, `loss_mask` [T] floating.
     `rows` [T] int64 names each token globally (sample id · S + position): dropout masks are a
     function of it, so that they do not depend on how the batch lies over ranks.
+    `shares` = n says that this is one rank's share of every document, as `share` cuts it.
     """
 
     tokens: Tensor
@@ -37,6 +39,7 @@ class TokenBatch:
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
     rows: Tensor | None = None
+    shares: int = 1
 
     def __post_init__(self) -> None:
         size = self.num_tokens
@@ -74,6 +77,52 @@ class TokenBatch:
             if isinstance(value := getattr(self, f.name), Tensor)
         }
         return replace(self, **tensors)
+
+    def share(self, rank: int, size: int, *, multiple: int = 1) -> Self:
+        """What rank `rank` of `size` holds of every document under context parallelism.
+
+        Documents are cut as `mcore_parallel.context.SequenceSplit` says. Where one is too short
+        or uneven for that, unused tokens are added at its end, and at the end of the share until
+        `multiple` divides its tokens: their loss mask is 0, and no real token sees them. Positions
+        and rows stay those of the whole; `cu_seqlens` and `max_seqlen` become those of the share.
+        Reads `cu_seqlens` from the device, unless `uniform`.
+
+        Raises:
+            ValueError: this is a share already, or `rank` is none of the `size`.
+        """
+        if self.shares > 1:
+            raise ValueError(f"the batch is one of {self.shares} shares already: share the whole")
+        if size == 1:
+            return self
+        if self.uniform is None:
+            bounds: list[int] = self.cu_seqlens.tolist()
+        else:
+            samples, length = self.uniform
+            bounds = [sample * length for sample in range(samples + 1)]
+        padding = DocumentPadding(lengths=tuple(b - a for a, b in pairwise(bounds)), size=size)
+        split = padding.split
+        missing = -split.local_bounds[-1] % multiple
+        uneven = missing > 0 or split.num_rows > self.num_tokens
+        tensors: dict[str, Tensor] = {
+            f.name: value
+            for f in fields(self)
+            if f.name != "cu_seqlens" and isinstance(value := getattr(self, f.name), Tensor)
+        }
+        if uneven and self.loss_mask is None:
+            tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
+        for name, value in tensors.items():
+            mine = split.take(padding.pad(value), rank)
+            tensors[name] = torch.cat([mine, mine.new_zeros(missing)]) if missing else mine
+        local = torch.tensor(split.local_bounds, dtype=torch.int32)
+        uniform = self.uniform
+        return replace(
+            self,
+            **cast(dict[str, Any], tensors),
+            cu_seqlens=local.to(self.cu_seqlens.device),
+            max_seqlen=max((b - a for a, b in pairwise(split.local_bounds)), default=0),
+            uniform=None if uniform is None or missing else (uniform[0], split.local_bounds[1]),
+            shares=size,
+        )
 
     @staticmethod
     def from_samples(
