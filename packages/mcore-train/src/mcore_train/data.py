@@ -326,8 +326,6 @@ def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
 
 
 def tokenizer_folder(config: TrainConfig) -> dict[str, Path | bytes]:
-    """The files that go with a checkpoint: those of the tokenizer, where there is one."""
+    """The files that go with a checkpoint: the tokenizer's folder, where there is one."""
     folder = config.data.tokenizer
-    return (
-        {} if folder is None else {f"tokenizer/{path.name}": path for path in tokenizer_files(folder)}
-    )
+    return {} if folder is None else {"tokenizer": folder}
