@@ -216,6 +216,7 @@ def test_schedule_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         ("--kind interleaved --group 3", "a group of 3 micro-batches is smaller than"),
         ("--kind 1f1b --chunks 2", "1f1b with chunks = 2: use chunks = 1, or"),
         ("--microbatches 0", "at least 1 of micro-batches, not 0"),
+        ("--micro-batches 0", "at least 1 of micro-batches, not 0"),
         ("--weight -1", "--weight -1.0: a time is 0 or more"),
     ],
 )

@@ -85,7 +85,8 @@ def _add_schedule(commands: Any) -> None:
     add = schedule.add_argument
     add("--kind", help="1f1b, gpipe, interleaved, zb-h1 or zb-v")
     add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
-    add("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    names = "--microbatches", "--micro-batches"  # the second as in mcore-train
+    add(*names, type=int, required=True, metavar="M", help="micro-batches of a step")
     add("--chunks", type=int, metavar="V", help=_CHUNKS)
     add("--group", type=int, metavar="G", help="micro-batches that pass a chunk together")
     add("--forward", type=float, default=1.0, help="time of a stage's forward (default 1)")
