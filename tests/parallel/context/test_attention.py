@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mcore_parallel.context import (
     SequenceSplit,
     check_context_attention,
     context_attention,
+    ring,
 )
 from mcore_parallel.protocols import AttentionOp, TorchAttention
 from mcore_parallel.testing import RankPool
@@ -254,6 +256,53 @@ def test_a_causal_ring_gives_every_rank_the_same_work_and_a_window_little(ranks:
         assert full == [16 * 16, 16 * 8, 16 * 8, 16 * 8]
         # Two chunks of 8 queries with 8 keys each, and a corner of one or two keys before each.
         assert windowed <= 2 * (8 * 8 + 2 * 2)
+
+
+class Observed(TorchAttention):
+    """Notes how many transfers are under way whenever it is asked to compute."""
+
+    def __init__(self) -> None:
+        self.under_way: set[int] = set()
+        self.seen: list[int] = []
+
+    def __call__(self, *tensors: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        self.seen.append(len(self.under_way))
+        return super().__call__(*tensors, **rest)
+
+    def backward(self, *tensors: Tensor, **rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.seen.append(len(self.under_way))
+        return super().backward(*tensors, **rest)
+
+
+def observe() -> tuple[list[int], list[int]]:
+    group, op = Group.world(), Observed()
+    depart, arrive = ring._Travelling.depart, ring._Travelling.arrive
+
+    def departs(block: ring._Travelling) -> None:
+        op.under_way.add(id(block))
+        depart(block)
+
+    def arrives(block: ring._Travelling) -> None:
+        op.under_way.remove(id(block))
+        arrive(block)
+
+    problem = Problem(lengths=(64,))
+    split = SequenceSplit(bounds=problem.bounds(), size=group.size)
+    qkv = [split.take(x, group.rank).requires_grad_() for x in problem.inputs()[:3]]
+    with (
+        mock.patch.object(ring._Travelling, "depart", departs),
+        mock.patch.object(ring._Travelling, "arrive", arrives),
+    ):
+        out, _ = attend(RingAttention(group, op), problem, qkv, split.local_bounds)
+        forward, op.seen = op.seen, []
+        out.sum().backward()
+    assert not op.under_way
+    return forward, op.seen
+
+
+def test_blocks_travel_while_others_are_computed(ranks: RankPool) -> None:
+    """The last block forward has none after it; backward the gradients follow one block behind."""
+    assert ranks.run(observe, 4) == [([1, 1, 1, 0], [1, 2, 2, 1])] * 4
 
 
 def test_a_group_of_one_is_the_operator() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
+from mcore_models.common.attention import AttentionOver
 from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.config import ModelConfig
@@ -101,9 +102,11 @@ def check_layout(
     tp, cp = parallel.tp, parallel.cp
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)
+    attention = (builders or {}).get("*", AttentionOver())
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
-        whole = sorted(letters - set("*-E.")) + ["*"] * ("*" in (builders or {}))
+        known = "*-E." if isinstance(attention, AttentionOver) else "-E."
+        whole = sorted(letters - set(known))
         if whole:
             names = " and ".join("Mamba-2" if x == "M" else f"the part {x!r}" for x in whole)
             raise ValueError(f"{names} cannot split documents over cp={cp} ranks: use cp=1")
@@ -126,6 +129,8 @@ def check_layout(
         above = next((degree for degree in range(tp + 1, most + 1) if not bad(degree)), None)
         near = f"{below}" if above is None else f"{below} or {above}"
         raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
+    if cp > 1 and "*" in letters and isinstance(attention, AttentionOver):
+        attention.check(config, parallel)
     parallel.place_layers(config.num_layers)
 
 

@@ -1,0 +1,104 @@
+"""Every way of attending over shares gives the loss and gradients of one process."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_models import GlobalCounts, TokenBatch, build_model, check_layout, llama
+from mcore_models.common.attention import AttentionOver
+from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_reduce
+from mcore_parallel.layout import LayoutTensor, gather_all
+from mcore_parallel.testing import RankPool
+
+LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
+MIXED = AttentionOver(kinds=("ring", "all-gather", "all-to-all", "two-level"), inner=2)
+
+
+def example() -> TokenBatch:
+    """Documents of 3, 9, 1 and 3 tokens, which have to be padded."""
+    tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+    return TokenBatch.from_samples(
+        tokens, labels=tokens.roll(-1, 1), cu_seqlens=torch.tensor([0, 3, 12, 13, 16])
+    )
+
+
+def measure(layout: str, builder: AttentionOver) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients, by global name, of one step under `layout`."""
+    parallel = ParallelConfig.parse(layout)
+    mesh = ParallelMesh.create(parallel) if dist.is_initialized() else ParallelMesh.single()
+    assert mesh is not None
+    model = build_model(LLAMA, mesh, key=RngKey(11), builders={"*": builder})
+    batch = example().share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
+    loss = model.loss(batch, counts=GlobalCounts(tokens=16.0))
+    loss.backward()
+    specs, gradients = model.specs(), {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        flat = parameter.grad.flatten().clone()
+        for sync in specs[name].grad_sync:
+            flat[sync.start : sync.stop] = all_reduce(flat[sync.start : sync.stop], sync.group)
+        whole = all_reduce(flat.view_as(parameter), mesh.cp)
+        gradients[name] = LayoutTensor(whole, specs[name].layout)
+    result = float(all_reduce(loss.detach(), mesh.cp)), gather_all(gradients, mesh.world)
+    mesh.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "builder"),
+    [
+        (4, "cp=4", MIXED),
+        (4, "cp=2,tp=2,sp", AttentionOver(kinds="all-to-all")),
+        (2, "cp=2", AttentionOver(kinds="all-gather")),
+    ],
+)
+def test_every_kind_in_a_model(
+    ranks: RankPool, world: int, layout: str, builder: AttentionOver
+) -> None:
+    """U28 and U29: uneven packed documents, kinds that differ from layer to layer."""
+    want = measure("tp=1", builder)
+    loss, gradients = ranks.run(measure, world, layout, builder)[0]
+    assert loss == pytest.approx(want[0], rel=1e-6)
+    assert gradients.keys() == want[1].keys()
+    total = torch.stack([g.norm() for g in want[1].values()]).norm()
+    for name, reference in want[1].items():
+        distance = (gradients[name] - reference).norm()
+        assert distance <= 1e-5 * max(reference.norm(), 1e-3 * total), (name, distance)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "builder", "message"),
+    [
+        ({"cp": 8}, {"kinds": "all-to-all"}, "4 query and 2 kv heads .* 8 ranks: use 4"),
+        ({"cp": 4, "tp": 2}, {"kinds": "all-to-all"}, "2 query and 1 kv heads .* use 2"),
+        ({"cp": 4}, {"kinds": "two-level"}, "inner=None: inner must be one of 1, 2, 4"),
+        ({"cp": 2}, {"kinds": ("ring",) * 3}, "3 kinds of attention for 4 layers"),
+        ({"cp": 2}, {"kinds": "rings"}, "did you mean 'ring'"),
+    ],
+)
+def test_kinds_that_do_not_fit(
+    parallel: dict[str, int], builder: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(LLAMA, ParallelConfig(**parallel), {"*": AttentionOver(**builder)})
+
+
+def whole_batch() -> str:
+    mesh = ParallelMesh.create(ParallelConfig(cp=2))
+    assert mesh is not None
+    model = build_model(LLAMA, mesh)
+    with pytest.raises(ValueError, match="one of 1 shares of its documents and cp=2") as error:
+        model.loss(example(), counts=GlobalCounts(tokens=16.0))
+    mesh.close()
+    return str(error.value)
+
+
+def test_a_batch_that_is_no_share_is_refused(ranks: RankPool) -> None:
+    assert all("TokenBatch.share(cp.rank, 2)" in line for line in ranks.run(whole_batch, 2))
+    model = build_model(replace(LLAMA, num_layers=1))
+    with pytest.raises(ValueError, match="one of 2 shares of its documents and cp=1"):
+        model.loss(example().share(0, 2), counts=GlobalCounts(tokens=16.0))
