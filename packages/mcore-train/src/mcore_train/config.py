@@ -134,7 +134,8 @@ class CheckpointConfig:
     `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
     has none; without `resume` the directory must hold none. `reset_step` starts at step 0 with the
     loaded weights and moments, and takes the schedule and data of this config; `weights_only` takes
-    the weights alone.
+    the weights alone. With it `load` may also be a Hugging Face folder, whose architecture
+    `model: {hf: FOLDER}` takes over.
     """
 
     directory: Path | None = None

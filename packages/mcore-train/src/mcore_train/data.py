@@ -29,6 +29,7 @@ from mcore_data import (
     document_ranges,
     load_tokenizer,
 )
+from mcore_data.tokenizers import tokenizer_files
 from mcore_models import TokenBatch
 from mcore_parallel import Group, ParallelMesh, broadcast, broadcast_object
 from mcore_train.config import DataConfig, TrainConfig
@@ -326,6 +327,8 @@ def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
 
 
 def tokenizer_folder(config: TrainConfig) -> dict[str, Path | bytes]:
-    """The files that go with a checkpoint: the tokenizer's folder, where there is one."""
+    """The files that go with a checkpoint: those of the tokenizer, where there is one."""
     folder = config.data.tokenizer
-    return {} if folder is None else {"tokenizer": folder}
+    if folder is None or not folder.is_dir():
+        return {} if folder is None else {"tokenizer": folder}
+    return {f"tokenizer/{path.name}": path for path in tokenizer_files(folder)}

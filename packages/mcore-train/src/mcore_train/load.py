@@ -54,7 +54,11 @@ def load_as(
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> TrainConfig:
-    """Convert and check nested plain values. `model: {preset: NAME, …}` starts from a preset."""
+    """Convert and check nested plain values.
+
+    `model: {preset: NAME, …}` starts from a preset, `model: {hf: FOLDER, …}` from the `config.json`
+    of a Hugging Face folder.
+    """
     return from_tree(TrainConfig, tree)
 
 
@@ -62,14 +66,27 @@ def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
     """Convert and check nested plain values as a config of this kind (see `load_as`)."""
     tree = dict(tree)
     model = tree.get("model")
-    if isinstance(model, Mapping) and "preset" in model:
-        base = dataclasses.asdict(preset(str(model["preset"])))
-        tree["model"] = _merged(base, {k: v for k, v in model.items() if k != "preset"})
+    if isinstance(model, Mapping):
+        for key, base_of in (("preset", _preset), ("hf", _hf)):
+            if key in model:
+                base = base_of(str(model[key]))
+                tree["model"] = _merged(base, {k: v for k, v in model.items() if k != key})
+                break
     tree = _checked(tree, kind, "")
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_first_line(error)) from None
+
+
+def _preset(name: str) -> dict[str, Any]:
+    return dataclasses.asdict(preset(name))
+
+
+def _hf(folder: str) -> dict[str, Any]:
+    from mcore_train.from_hf import architecture_of  # it loads what trains
+
+    return architecture_of(folder)
 
 
 def config_to_tree(config: object) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import mcore_ckpt
 from mcore_parallel import Group
 from mcore_train.config import CheckpointConfig, TrainConfig
+from mcore_train.from_hf import find_hf, is_hf, load_hf_weights
 from mcore_train.load import config_to_tree
 from mcore_train.session import Session
 
@@ -66,8 +67,8 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
     Rank 0 of `group` looks, and all get its answer: their views of a shared disk may differ.
 
     Raises:
-        ValueError: `load` names a place without a committed checkpoint, or `directory` holds
-            another run's that is not to be resumed.
+        ValueError: `load` names a place without a committed checkpoint, or a Hugging Face folder
+            without `weights_only`; or `directory` holds another run's that is not to be resumed.
     """
     if config.directory is not None:
         newest = mcore_ckpt.find(config.directory, group)
@@ -80,6 +81,14 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
             )
     if config.load is None:
         return None
+    folder = find_hf(config.load, group)
+    if folder is not None:
+        if not config.weights_only:
+            raise ValueError(
+                f"checkpoint.load={config.load} is a Hugging Face folder, which holds weights "
+                f"alone: set checkpoint.weights_only"
+            )
+        return folder, False
     found = mcore_ckpt.find(config.load, group)
     if found is None:
         raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there")
@@ -134,6 +143,9 @@ def load_state(
         ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
             run cannot go on with these data.
     """
+    if is_hf(found):
+        load_hf_weights(session, found, FREE)
+        return Progress(), {}
     check_same_model(session.config, found, weights_only=weights_only)
     tensors = session.optimizer.state_tensors()
     mcore_ckpt.load(

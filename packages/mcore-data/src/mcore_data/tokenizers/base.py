@@ -7,7 +7,22 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 CONFIG_FILE: Final = "tokenizer_config.json"
+HF_FILE: Final = "tokenizer.json"
+"""The file by which a folder of Hugging Face is known."""
+
 _FORMAT: Final = "mcore-tokenizer"
+_HF_FILES: Final = (
+    HF_FILE,
+    CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _VERSION: Final = 1
 
 
@@ -112,6 +127,17 @@ def check_text(text: str) -> None:
             f"text has the lone surrogate U+{ord(text[error.start]):04X} at character "
             f"{error.start} of {len(text)}"
         ) from None
+
+
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """Return the files that make up the tokenizer in a folder, without those below it.
+
+    A folder of Hugging Face may hold a whole model: then these are the tokenizer's alone.
+    """
+    folder = Path(folder)
+    if (folder / HF_FILE).is_file():
+        return [folder / name for name in _HF_FILES if (folder / name).is_file()]
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def write_config(directory: str | Path, kind: str, **fields: Any) -> None:

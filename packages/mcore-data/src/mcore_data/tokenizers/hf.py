@@ -8,22 +8,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from mcore_data.tokenizers.base import CONFIG_FILE, check_text
-
-TOKENIZER_FILE: Final = "tokenizer.json"
-FILES: Final = (
-    TOKENIZER_FILE,
-    CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What belongs to a tokenizer in a folder that may hold a whole model."""
+from mcore_data.tokenizers.base import CONFIG_FILE, HF_FILE, check_text, tokenizer_files
 
 _SPECIAL_MAP: Final = "special_tokens_map.json"
 _BROKEN: Final = "\ufffd"
@@ -51,17 +36,17 @@ class HFTokenizer:
     def __init__(self, files: Mapping[str, bytes], *, where: str = "tokenizer") -> None:
         self._files = dict(files)
         self._where = where
-        if TOKENIZER_FILE not in self._files:
-            raise ValueError(f"{where}: no tokenizer, it has no {TOKENIZER_FILE}")
+        if HF_FILE not in self._files:
+            raise ValueError(f"{where}: no tokenizer, it has no {HF_FILE}")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._files[TOKENIZER_FILE])
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._files[HF_FILE])
         except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"{where}/{TOKENIZER_FILE}: no tokenizer ({error})") from None
+            raise ValueError(f"{where}/{HF_FILE}: no tokenizer ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._prefix = _prefix(self._tokenizer)
         self._tokenizer.encode_special_tokens = True  # not those that a text spells
-        self._falls_back = '"ByteFallback"' in json.dumps(self._object(TOKENIZER_FILE)["decoder"])
+        self._falls_back = '"ByteFallback"' in json.dumps(self._object(HF_FILE)["decoder"])
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: Final[int] = max(vocabulary.values(), default=-1) + 1
         names = self._special_tokens()
@@ -177,8 +162,7 @@ class HFTokenizer:
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files in a folder, by name."""
-    paths = (Path(folder) / name for name in FILES)
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return {path.name: path.read_bytes() for path in tokenizer_files(folder)}
 
 
 def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:

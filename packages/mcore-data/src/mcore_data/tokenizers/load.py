@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_data.tokenizers.base import CONFIG_FILE, Tokenizer, read_config
+from mcore_data.tokenizers.base import CONFIG_FILE, HF_FILE, Tokenizer, read_config
 from mcore_data.tokenizers.byte import ByteTokenizer
 
 
@@ -21,9 +21,9 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     if not path.is_dir():
         raise ValueError(
             f"{source}: no tokenizer; give a directory with {CONFIG_FILE} or "
-            "tokenizer.json, a .model file, or byte"
+            f"{HF_FILE}, a .model file, or byte"
         )
-    if (path / "tokenizer.json").is_file():
+    if (path / HF_FILE).is_file():
         return _hf(path)
     config = read_config(path)
     kind = config.get("kind")
@@ -55,6 +55,6 @@ def _hf(path: Path) -> Tokenizer:
         if error.name != "tokenizers":
             raise
         raise ValueError(
-            f"{path}/tokenizer.json needs the tokenizers library: pip install 'mcore-data[hf]'"
+            f"{path / HF_FILE} needs the tokenizers library: pip install 'mcore-data[hf]'"
         ) from None
     return HFTokenizer.from_folder(path)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.llama import DRESS, LLAMA, SIZES, decoder_operators
-from mcore_models.hf.rules import REQUIRED, AllBiases, Field, Only, Ours, Rope, Rule
+from mcore_models.hf.rules import REQUIRED, AllBiases, Field, Only, Ours, Rope, Rule, in_force
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture for architecture in (LLAMA,)
@@ -25,4 +25,5 @@ __all__ = [
     "Rope",
     "Rule",
     "decoder_operators",
+    "in_force",
 ]

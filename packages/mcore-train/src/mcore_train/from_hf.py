@@ -1,0 +1,75 @@
+"""Starting from a Hugging Face folder: its architecture, and its weights in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import mcore_ckpt
+from mcore_ckpt.finding import on_first_rank
+from mcore_ckpt.hf import HFFolder, load_hf
+from mcore_models import ModelConfig
+from mcore_models.hf import ARCHITECTURES, in_force
+from mcore_parallel import Group
+from mcore_train.session import Session
+
+_CONFIG = "config.json"
+
+
+def architecture_of(folder: str | Path) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that a folder's `config.json` describes.
+
+    Raises:
+        ValueError: there is none, the architecture is unknown or a field not supported.
+    """
+    try:
+        model: ModelConfig = HFFolder.open(folder, known=ARCHITECTURES).model
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return asdict(model)
+
+
+def find_hf(folder: Path, group: Group) -> mcore_ckpt.Found | None:
+    """Return what to start from when `folder` is one of Hugging Face, the same on every rank.
+
+    Rank 0 of `group` looks, and all get its answer. None: it has no `config.json`.
+
+    Raises:
+        ValueError: on every rank: the architecture is unknown or a field not supported.
+    """
+
+    def look() -> mcore_ckpt.Found | None:
+        if not (folder / _CONFIG).is_file():
+            return None
+        state = {"config": {"model": architecture_of(folder)}, "format": "hf"}
+        return mcore_ckpt.Found(path=folder.absolute(), step=0, state=state)
+
+    return on_first_rank(group.cpu, f"reading {folder} failed", look)
+
+
+def is_hf(found: mcore_ckpt.Found) -> bool:
+    """Return whether this came from `find_hf`."""
+    return found.state.get("format") == "hf"
+
+
+def load_hf_weights(session: Session, found: mcore_ckpt.Found, free: set[str]) -> None:
+    """Fill the weights, masters included, each rank from its own bytes; all ranks call it.
+
+    free: fields, such as `model.dropout`, that the config may have otherwise than the folder.
+
+    Raises:
+        ValueError: the config's architecture is not the folder's, or a tensor does not fit.
+        mcore_ckpt.CheckpointError: a file is missing or damaged.
+    """
+    ours, theirs = session.config.model, ModelConfig(**found.state["config"]["model"])
+    for name in (field.name for field in fields(ModelConfig)):
+        now, there = in_force(ours, name), in_force(theirs, name)
+        if now != there and f"model.{name}" not in free:
+            raise ValueError(
+                f"model.{name}={now}, but {found.path} has {there}: use {there}, "
+                f"or model.hf={found.path}"
+            )
+    tensors = session.optimizer.state_tensors()
+    load_hf(found.path, tensors, session.mesh.world, prefix="model/", known=ARCHITECTURES)
+    session.optimizer.load_finished()
