@@ -346,6 +346,28 @@ def test_a_prefix_leaves_other_tensors_alone(folder: Path) -> None:
     assert (moment == 7).all()
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_into_and_out_of_the_memory_of_a_device(folder: Path, tmp_path: Path, device: str) -> None:
+    tensors = {
+        key: LayoutTensor(value.tensor.to(device), value.layout)
+        for key, value in local_tensors(Group.single()).items()
+    }
+    load_hf(folder, tensors, known=KNOWN)
+    save_hf(tmp_path / "out", tensors, architecture=TOY, model=SIZES)
+    found = SafetensorsFolder(tmp_path / "out")
+    for name, value in their_values().items():
+        assert_same(found.read(name), value)
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
