@@ -37,6 +37,11 @@ KINDS = [
 MASKS = [(True, None), (False, None)]
 MASKS += [(causal, window) for causal in (True, False) for window in (1, 2, 3, 5, 9, 40)]
 PACKED = (8, 0, 16, 40)
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-11},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
+}
 UNIFORM = (24, 24)
 
 
@@ -72,7 +77,7 @@ class Problem:
 def attend(
     op: AttentionOp, problem: Problem, qkv: list[Tensor], bounds: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=qkv[0].device)
     longest = max(b - a for a, b in pairwise(bounds))
     causal, window = problem.masking
     return op(
@@ -97,14 +102,16 @@ def alone(problem: Problem) -> list[Tensor]:
     return [out.detach(), lse, *(x.grad for x in qkv if x.grad is not None)]
 
 
-def shared(kind: str, inner: int | None, problems: list[Problem]) -> list[list[Tensor]]:
+def shared(
+    kind: str, inner: int | None, problems: list[Problem], device: str = "cpu"
+) -> list[list[Tensor]]:
     """The same of each problem, put together from the ranks of this world."""
     group = Group.world()
     op = context_attention(kind, group, inner=inner)
     found = []
     for problem in problems:
         split = SequenceSplit(bounds=problem.bounds(), size=group.size)
-        *qkv, grad = (split.take(x, group.rank) for x in problem.inputs())
+        *qkv, grad = (split.take(x, group.rank).to(device) for x in problem.inputs())
         extra = problem.trailing
         qkv = [torch.cat([x, x.new_full((extra, *x.shape[1:]), 3.0)]).requires_grad_() for x in qkv]
         grad = torch.cat([grad, grad.new_ones(extra, *grad.shape[1:])])
@@ -115,20 +122,21 @@ def shared(kind: str, inner: int | None, problems: list[Problem]) -> list[list[T
         assert len(results) == 5
         rows = len(results[0]) - extra
         assert not any(x[rows:].any() for x in (results[0], *results[2:]))  # of no document
-        found.append([split.gather(x[:rows].contiguous(), group) for x in results])
+        found.append([split.gather(x[:rows].contiguous(), group).cpu() for x in results])
     group.split(inner).close() if inner else None
     return found
 
 
-def check(ranks: RankPool, kind: tuple[int, str, int | None], problems: list[Problem]) -> None:
+def check(
+    ranks: RankPool,
+    kind: tuple[int, str, int | None],
+    problems: list[Problem],
+    device: str = "cpu",
+) -> None:
     world, name, inner = kind
-    for found in ranks.run(shared, world, name, inner, problems)[:1]:
+    for found in ranks.run(shared, world, name, inner, problems, device, device=device)[:1]:
         for problem, results in zip(problems, found, strict=True):
-            tolerance = (
-                {"rtol": 1e-9, "atol": 1e-11}
-                if problem.dtype == torch.float64
-                else {"rtol": 1e-5, "atol": 1e-5}
-            )
+            tolerance = TOLERANCES[problem.dtype]
             names = ("out", "lse", "dq", "dk", "dv")
             for what, got, want in zip(names, results, alone(problem), strict=True):
                 torch.testing.assert_close(
@@ -155,8 +163,21 @@ def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str, in
         Problem(trailing=1, masking=(False, 4)),
         Problem(dtype=torch.float32),
         Problem(dtype=torch.float32, masking=(False, 5), lengths=UNIFORM),
+        Problem(dtype=torch.bfloat16, masking=(True, 9)),
     ]
     check(ranks, kind, problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
+def test_gpus_equal_one_process(ranks: RankPool, kind: tuple[int, str, int | None]) -> None:
+    problems = [
+        Problem(masking=masking, lengths=lengths)
+        for masking in ((True, None), (False, None), (True, 9), (False, 5))
+        for lengths in (PACKED, UNIFORM)
+    ]
+    check(ranks, kind, problems, device="cuda")
 
 
 def isolated(kind: str, inner: int | None, lengths: tuple[int, ...]) -> None:
