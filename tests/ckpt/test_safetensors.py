@@ -346,6 +346,18 @@ def test_a_folder_without_tensors_says_what_it_lacks(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
+def test_a_file_that_shrinks_after_it_was_opened_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(5000)}, path)
+    folder = SafetensorsFolder(tmp_path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: a cannot be read: "):
+        folder.read("a")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: a cannot be read: "):
+        folder.read("a")
+
+
 def test_a_region_outside_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     folder = SafetensorsFolder(tmp_path)

@@ -106,6 +106,10 @@ def test_rotary_positions_of_all_versions(rope: dict[str, Any]) -> None:
             "rope_parameters.rope_type='yarn' is not supported",
         ),
         ({"rope_parameters": 3}, "rope_parameters=3 is no object"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
+            "differs between layers, which is not supported",
+        ),
         ({"rope_theta": "1e4"}, "rope_theta='1e4' must be of type float"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),

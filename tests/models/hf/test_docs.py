@@ -10,7 +10,9 @@ import torch
 
 from mcore_ckpt.convert import convert
 from mcore_ckpt.hf import SafetensorsFolder
+from mcore_ckpt.hf.folder import TOKENIZER_FILES
 from mcore_data import ByteTokenizer
+from mcore_data.tokenizers import tokenizer_files
 from mcore_inference import LLM, SamplingParams
 from mcore_models import ModelConfig
 from mcore_models.hf import LLAMA, Field, Only
@@ -54,6 +56,13 @@ def test_the_architecture_of_the_page(tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again) is transformers.Qwen2ForCausalLM
     assert again.config.to_diff_dict() == model.config.to_diff_dict()
+
+
+def test_both_sides_know_the_same_files_of_a_tokenizer(tmp_path: Path) -> None:
+    """mcore-data reads them, mcore-ckpt carries them; neither sees the other."""
+    for name in TOKENIZER_FILES:
+        (tmp_path / name).write_text("")
+    assert [path.name for path in tokenizer_files(tmp_path)] == list(TOKENIZER_FILES)
 
 
 def test_the_page_names_every_field_and_operator() -> None:

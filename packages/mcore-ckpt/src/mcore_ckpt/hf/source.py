@@ -71,6 +71,7 @@ class SafetensorsFolder:
         Raises:
             KeyError: there is no such tensor.
             ValueError: the region leaves the tensor.
+            CheckpointError: the file is not there any more, or shorter.
         """
         place = self._places[name]
         meta = place.entry.meta
@@ -81,13 +82,16 @@ class SafetensorsFolder:
         stored = stored_type(meta.dtype)
         if not box.numel:
             return torch.empty(box.shape, dtype=meta.dtype)
-        elements = np.memmap(
-            place.path,
-            dtype=np.dtype(stored.zarr),
-            mode="r",
-            offset=place.entry.offset,
-            shape=meta.shape,
-        )
+        try:
+            elements = np.memmap(
+                place.path,
+                dtype=np.dtype(stored.zarr),
+                mode="r",
+                offset=place.entry.offset,
+                shape=meta.shape,
+            )
+        except (OSError, ValueError) as error:  # it was whole when it was opened
+            raise CheckpointError(f"{place.path}: {name} cannot be read: {error}") from None
         return from_numpy(np.array(elements[box.slices], order="C"), stored.name)
 
     def _add(self, path: Path) -> None:

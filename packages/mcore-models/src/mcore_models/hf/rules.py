@@ -144,6 +144,8 @@ class Rope:
         given = config.get(name) or {}
         if not isinstance(given, Mapping):
             raise ValueError(f"{name}={given!r} is no object")
+        if any(isinstance(value, Mapping) for value in given.values()):
+            raise ValueError(f"{name}={given!r} differs between layers, which is not supported")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default":
             raise ValueError(f"{name}.rope_type={kind!r} is not supported: only 'default' is")
