@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_data import ByteTokenizer, ChatTemplate
+from mcore_data import ByteTokenizer, ChatTemplate, load_tokenizer
 
 CHATML = """
 {%- for message in messages %}
@@ -24,6 +24,13 @@ INSTRUCT = """{{ bos_token }}{% for m in messages %}
     {% endif %}
 {{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}
 {%- endfor %}"""
+PUBLISHED = """
+{%- for m in messages %}
+    {%- if loop.index > 3 %}{% break %}{% endif %}
+    {% generation %}{{ m | tojson }}{% endgeneration %}
+    {# a remark #}
+{%- endfor %}
+{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}{{ '' ~ missing }}{{ eos_token }}"""
 USER = [{"role": "user", "content": "hi"}]
 TALK = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
 MARKS = {"<|im_start|>": 250, "<|im_end|>": 251}
@@ -191,3 +198,33 @@ def test_it_can_be_sent_to_other_processes() -> None:
     again = pickle.loads(pickle.dumps(template))
     assert again.encode(TALK, ByteTokenizer()) == template.encode(TALK, ByteTokenizer())
     assert again.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("source", [CHATML, INSTRUCT, PUBLISHED], ids=["chatml", "inst", "pieces"])
+def test_conversations_are_those_of_transformers(tmp_path: Path, source: str) -> None:
+    """Texts and ids, with the folder as transformers writes it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", *MARKS],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([CHATML], trainer)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|im_end|>", chat_template=source
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    template = ChatTemplate.load(tmp_path, ours)
+    assert (template.bos_token, template.eos_token) == ("<s>", "<|im_end|>")
+    for turns in (TALK, TALK[:1], [{"role": "user", "content": "  ďábel\n\n{{ x }} 🐈 "}]):
+        for more in (True, False):
+            text = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=more)
+            assert template.render(turns, add_generation_prompt=more) == text
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert template.encode(turns, ours, add_generation_prompt=more) == ids

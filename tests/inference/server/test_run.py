@@ -166,6 +166,8 @@ def test_addresses() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            bind(*bound.getsockname())
         with pytest.raises(OSError, match=rf"^cannot listen at 127\.0\.0\.1 port {port}: "):
             bind("127.0.0.1", port)
     with pytest.raises(OSError, match=r"^cannot listen at nowhere\.invalid port 1: "):

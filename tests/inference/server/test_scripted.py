@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,16 @@ def test_the_official_client_raises_an_error_within_a_stream(
         runner.turns.release(9)
         with pytest.raises(openai.APIError, match="RuntimeError: broken"):
             list(stream)
+
+
+def test_tokens_that_the_tokenizer_has_not_are_a_bad_request() -> None:
+    llm, _ = scripted(replace(LLAMA, vocab_size=300), ByteTokenizer(), {})
+    with live(llm) as server:
+        for echo in (False, True):
+            body = {**BASE, "prompt": [97, 280], "echo": echo}
+            status, answer = server.ask("POST", "/v1/completions", body)
+            assert (status, answer["error"]["param"]) == (400, "prompt")
+            assert "id 280 lies outside the 257" in answer["error"]["message"]
 
 
 def test_templates_that_refuse_are_a_bad_request(pieces: Live) -> None:

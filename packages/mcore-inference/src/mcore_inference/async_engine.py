@@ -241,7 +241,7 @@ class AsyncEngine:
                     self._step()
         finally:
             with self._changed:
-                self._closing = True
+                self._closing = self.draining = True
                 self._cursors |= {cursor.request: cursor for cursor in self._arrived}
             requests = list(self._cursors)
             self.engine.abort(requests)

@@ -18,11 +18,14 @@ from mcore_inference.llm import LLM
 from mcore_inference.server.app import create_app
 
 _LAST_WORDS = 2  # seconds, at least, for clients to take the end of their answers
+_BACKLOG = 2048
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; port 0 takes a free one.
+    """Return a socket that listens at an address; port 0 takes a free one.
+
+    Whoever connects before the server answers waits for it.
 
     Raises:
         OSError: the address cannot be had, with the address.
@@ -33,6 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, port))
+            bound.listen(_BACKLOG)
         except BaseException:
             bound.close()
             raise

@@ -157,10 +157,13 @@ class Service:
                 self.engine.engine.check(Request(prompt=tuple(prompt), params=_PLAIN))
             except ValueError as error:
                 raise APIError(400, f"{which}{error}", param=param, code=code) from None
-        samples = [
-            [self.llm.request(prompt, one, follow=True) for one in params.each()]
-            for prompt in prompts
-        ]
+        try:
+            samples = [
+                [self.llm.request(prompt, one, follow=True) for one in params.each()]
+                for prompt in prompts
+            ]
+        except ValueError as error:  # a token that the model has and the tokenizer has not
+            raise APIError(400, str(error), param=param, code="invalid_value") from None
         return Plan(
             requests=tuple(request for group in samples for request in group),
             prompts=tuple(text for text in texts for _ in range(params.n)),
