@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel import Group, all_reduce
@@ -18,7 +19,6 @@ from mcore_parallel.context import (
     SequenceSplit,
     check_context_attention,
     context_attention,
-    ring,
 )
 from mcore_parallel.protocols import AttentionOp, TorchAttention
 from mcore_parallel.testing import RankPool
@@ -279,8 +279,20 @@ def test_a_causal_ring_gives_every_rank_the_same_work_and_a_window_little(ranks:
         assert windowed <= 2 * (8 * 8 + 2 * 2)
 
 
+class Tracked:
+    """A communication that counts as under way until somebody waits for it."""
+
+    def __init__(self, work: Any, under_way: set[int]) -> None:
+        self.work, self.under_way = work, under_way
+        under_way.add(id(self))
+
+    def wait(self) -> None:
+        self.under_way.discard(id(self))
+        self.work.wait()
+
+
 class Observed(TorchAttention):
-    """Notes how many transfers are under way whenever it is asked to compute."""
+    """Notes how many sends and receives are under way whenever it is asked to compute."""
 
     def __init__(self) -> None:
         self.under_way: set[int] = set()
@@ -297,23 +309,15 @@ class Observed(TorchAttention):
 
 def observe() -> tuple[list[int], list[int]]:
     group, op = Group.world(), Observed()
-    depart, arrive = ring._Travelling.depart, ring._Travelling.arrive
+    start = dist.batch_isend_irecv
 
-    def departs(block: ring._Travelling) -> None:
-        op.under_way.add(id(block))
-        depart(block)
-
-    def arrives(block: ring._Travelling) -> None:
-        op.under_way.remove(id(block))
-        arrive(block)
+    def tracked(operations: list[dist.P2POp]) -> list[Tracked]:
+        return [Tracked(work, op.under_way) for work in start(operations)]
 
     problem = Problem(lengths=(64,))
     split = SequenceSplit(bounds=problem.bounds(), size=group.size)
     qkv = [split.take(x, group.rank).requires_grad_() for x in problem.inputs()[:3]]
-    with (
-        mock.patch.object(ring._Travelling, "depart", departs),
-        mock.patch.object(ring._Travelling, "arrive", arrives),
-    ):
+    with mock.patch.object(dist, "batch_isend_irecv", tracked):
         out, _ = attend(RingAttention(group, op), problem, qkv, split.local_bounds)
         forward, op.seen = op.seen, []
         out.sum().backward()
@@ -322,8 +326,8 @@ def observe() -> tuple[list[int], list[int]]:
 
 
 def test_blocks_travel_while_others_are_computed(ranks: RankPool) -> None:
-    """The last block forward has none after it; backward the gradients follow one block behind."""
-    assert ranks.run(observe, 4) == [([1, 1, 1, 0], [1, 2, 2, 1])] * 4
+    """A send and a receive each; backward the gradients follow one block behind."""
+    assert ranks.run(observe, 4) == [([2, 2, 2, 0], [2, 4, 4, 2])] * 4
 
 
 def test_a_group_of_one_is_the_operator() -> None:
