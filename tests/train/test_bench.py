@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from mcore_models import flops_per_token
+from mcore_parallel.testing import RankPool
 from mcore_train.bench import BenchOptions, TimeSplit, bench, classify, matmul_rate
 from mcore_train.bench.config import bench_config
+from mcore_train.bench.run import bench_rank
 from mcore_train.bench.split import split_step
 from mcore_train.bench.text import describe
 from mcore_train.cli import main
-from mcore_train.load import config_from_tree
+from mcore_train.load import config_from_tree, config_to_tree
 
 CPU = torch.device("cpu")
 
@@ -82,6 +84,16 @@ def test_the_split_sees_what_runs() -> None:
     assert isinstance(split, TimeSplit)
     assert split.matmul > 10 * split.memory_bound
     assert split_step(sums, products, CPU).matmul == 0
+    # Nor does it count what runs while it waits for other ranks.
+    assert split_step(sums, sums, CPU, together=products).matmul == 0
+
+
+def test_all_ranks_report_the_slowest(ranks: RankPool) -> None:
+    tree = config_to_tree(tiny(global_size=4))
+    options = BenchOptions(warmup=0, steps=2, split=False)
+    first, second = ranks.run(bench_rank, 2, tree, options, timeout=120)
+    assert first.step_range == second.step_range
+    assert first.tokens_per_second == pytest.approx(2 * 16 / first.step_seconds)
 
 
 def test_matmul_rate_counts_two_per_product() -> None:
