@@ -238,6 +238,8 @@ DAMAGED_FILES: list[tuple[bytes, str]] = [
     (struct.pack("<Q", 1000) + b"{}", "is cut off: 10 bytes, and the header alone takes 1000"),
     (file_of(b"{no json"), "its header is no JSON ("),
     (file_of(b"\xff\xfe{}"), "its header is no JSON ("),
+    (file_of(b"[" * 100_000), "its header is no JSON ("),
+    (file_of(json.dumps({"w": {"dtype": ["U8"]}}).encode()), "w has dtype ['U8']; known are"),
     (file_of([1]), "its header is no JSON object"),
     (file_of({"w": 3}), "w is 3 in the header, not an object"),
     (file_of({"w": entry([1], [0, 1], "Q4")}, b"1"), "w has dtype 'Q4'; known are F64, F32"),

@@ -95,7 +95,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _parse(path: Path, header: bytes, data: int) -> dict[str, Entry]:
     try:
         document = json.loads(header)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is no safetensors file: its header is no JSON ({error})"
         ) from None
@@ -112,7 +112,7 @@ def _entry(what: str, fields: Any, data: int) -> Entry:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{what} is {fields!r} in the header, not an object")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in _NAMES:
+    if not isinstance(dtype, str) or dtype not in _NAMES:
         raise CheckpointError(f"{what} has dtype {dtype!r}; known are {', '.join(_NAMES)}")
     numbers = _whole_numbers(shape)
     if numbers is None:

@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; CheckpointError when there is none."""
     try:
         document = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is no JSON object")
