@@ -307,6 +307,20 @@ BAD: list[tuple[str, str, Any, int, str]] = [
         400,
         "do not fit the model's 60 positions: use 60 prompt tokens or less",
     ),
+    (
+        "POST",
+        "/v1/completions",
+        {"model": NAME, "prompt": ["b", "b" * 15361]},
+        400,
+        "15361 characters does not fit the model's 60 positions: use 15360 characters or less",
+    ),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {**OF_CHAT, "messages": [{"role": "user", "content": "b" * 7700}] * 2},
+        400,
+        "15400 characters does not fit the model's 60 positions: use 15360 characters or less",
+    ),
     ("GET", "/v1/completions", None, 405, "method not allowed"),
     ("GET", "/v1/nowhere", None, 404, "not found"),
 ]

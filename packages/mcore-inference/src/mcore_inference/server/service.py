@@ -18,6 +18,9 @@ from mcore_inference.text import TextStream
 
 _MAX_TOKENS = 16  # of a text completion that names no number: this interface's default
 _PLAIN = SamplingParams(max_tokens=1)
+# A text with more characters than this for each position is refused before it becomes tokens: a
+# tokenizer may hold the interpreter meanwhile, and with it every other request.
+_MOST_CHARACTERS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ class Service:
             APIError: 400, the prompts or parameters cannot run.
         """
         self._check_count(len(body.prompts), body.n or 1, "prompt")
+        self._check_characters([one for one in body.prompts if isinstance(one, str)], "prompt")
         params = self._params(
             body,
             max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -100,6 +104,7 @@ class Service:
         """
         self._check_count(1, body.n or 1, "n")
         messages = [message.for_template() for message in body.messages]
+        self._check_characters(["".join(turn["content"] for turn in messages)], "messages")
         try:
             tokens = self.llm.chat_template.encode(messages, self.llm.tokenizer)
         except ValueError as error:
@@ -179,6 +184,18 @@ class Service:
                 f"requests that this server holds",
                 param=param,
                 code="invalid_value",
+            )
+
+    def _check_characters(self, texts: Sequence[str], param: str) -> None:
+        most = self.max_length * _MOST_CHARACTERS
+        longest = max(map(len, texts), default=0)
+        if longest > most:
+            raise APIError(
+                400,
+                f"a text of {longest} characters does not fit the model's {self.max_length} "
+                f"positions: use {most} characters or less",
+                param=param,
+                code="context_length_exceeded",
             )
 
 
