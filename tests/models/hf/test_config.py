@@ -102,6 +102,14 @@ def test_rotary_positions_of_all_versions(rope: dict[str, Any]) -> None:
             "rope_scaling.rope_type='linear' is not supported",
         ),
         (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            "rope_scaling.rope_type='linear' is not supported",
+        ),
+        ({"rope_parameters": []}, "rope_parameters=[] is no object"),
+        (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             "rope_parameters.rope_type='yarn' is not supported",
         ),

@@ -128,6 +128,19 @@ class AllBiases:
             put(config, name, model.linear_bias)
 
 
+def _plain_rope(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return what `name` says of rotary positions that are not scaled; {} when it is absent."""
+    given = {} if config.get(name) is None else config[name]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}={given!r} is no object")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(f"{name}={given!r} differs between layers, which is not supported")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{name}.rope_type={kind!r} is not supported: only 'default' is")
+    return given
+
+
 @dataclass(frozen=True)
 class Rope:
     """Plain rotary positions over the whole head; scaled or partial ones are refused.
@@ -140,15 +153,9 @@ class Rope:
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Set `position` and `rope_base`."""
-        name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-        given = config.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{name}={given!r} is no object")
-        if any(isinstance(value, Mapping) for value in given.values()):
-            raise ValueError(f"{name}={given!r} differs between layers, which is not supported")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{name}.rope_type={kind!r} is not supported: only 'default' is")
+        # Where both are there, transformers takes `rope_scaling`.
+        parameters = _plain_rope(config, "rope_parameters")
+        given = _plain_rope(config, "rope_scaling") or parameters
         share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if share not in (None, 1):
             raise ValueError(f"partial_rotary_factor={share!r} is not supported: only 1.0 is")
