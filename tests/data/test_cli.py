@@ -170,6 +170,8 @@ def test_bench(capsys, monkeypatch):
         ("plan --seq-length 8", "give either files or --parts JSON"),
         ("plan DIR/d --parts DIR/x --seq-length 8", "give either files or --parts JSON"),
         ("plan --parts DIR/x.jsonl --split 1 --seq-length 8", "--split does not go with --parts"),
+        ("plan DIR/d --seq-length 0", "seq_length=0 must be at least 1"),
+        ("plan DIR/d --seq-length 8 --train -1", "train=-1 samples: give 0 to leave the part out"),
         ("plan 1 DIR/d 2 --seq-length 8", "the last weight of the blend, 2, has no file"),
         ("plan 1 DIR/d 1 DIR/d --seq-length 8", "a blend by weights needs a number of samples"),
         ("verify DIR/d --vocab-size 3", "token 120 at position 0 of sequence 0"),

@@ -187,8 +187,8 @@ class Corpus:
             options: further arguments of `dataset`.
 
         Raises:
-            ValueError: a file cannot be read or has no document for a part that draws on it, or a
-                blend by weights has no number of samples.
+            ValueError: a number is negative or seq_length 0, a file cannot be read or has no
+                document for a part that draws on it, or a blend by weights no number of samples.
 
         """
 
@@ -203,6 +203,7 @@ class Corpus:
                 **options,
             )
 
+        _check_sizes(seq_length, train=train, validation=validation, test=test)
         made: dict[str, dict[str, SampleSource]] = {name: {} for name in _PARTS}
         readers: dict[str, IndexedReader] = {}
         for part in self._parts(train, validation, test):
@@ -228,6 +229,7 @@ class Corpus:
 
         Arguments and errors as for `build`.
         """
+        _check_sizes(seq_length, train=train, validation=validation, test=test)
         rows = []
         readers: dict[str, IndexedReader] = {}
         for part in self._parts(train, validation, test):
@@ -310,6 +312,14 @@ def _read_blend(entry: Any, where: str) -> Blend:
         raise ValueError(f"a blend is a list, a text or an object, not {type(entry).__name__}")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _check_sizes(seq_length: int, **counts: int | None) -> None:
+    if seq_length < 1:
+        raise ValueError(f"seq_length={seq_length} must be at least 1")
+    for name, count in counts.items():
+        if count is not None and count < 0:
+            raise ValueError(f"{name}={count} samples: give 0 to leave the part out, or more")
 
 
 def _ranges(part: _Part, split: str | None, readers: dict[str, IndexedReader]) -> list[range]:
