@@ -9,7 +9,13 @@ from mcore_parallel.testing import RankPool
 
 # Imported once, before the workers are forked: importing them in each of sixteen costs minutes.
 # torch.testing.assert_close needs torch.distributed.tensor.
-PRELOAD = ("pytest", "torch.distributed.tensor", "mcore_train.parity", "mcore_inference")
+PRELOAD = (
+    "pytest",
+    "torch.distributed.tensor",
+    "mcore_train.parity",
+    "mcore_inference",
+    "mcore_rl",
+)
 
 # As in the ranks: sums over threads are taken in another order, and some comparisons are bitwise.
 torch.set_num_threads(1)

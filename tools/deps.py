@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 # Declared for what they bring at run time, not imported by name: torch imports tensorboard for
-# mcore-train, and warns without numpy; whoever installs mcore-rl gets the trainer and the engine
-# that it is made for.
+# mcore-train, and warns without numpy.
 UNIMPORTED = {
     "mcore-kernels": ("numpy",),
     "mcore-train": ("tensorboard",),
-    "mcore-rl": ("mcore-train", "mcore-inference"),
 }
 
 

@@ -47,4 +47,5 @@ def test_every_recipe_is_tested() -> None:
     assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} == {
         "gpt2-124m",
         "llama3-8b-tp4-pp2",
+        "rl_toy",  # by tests/rl/test_config.py
     }

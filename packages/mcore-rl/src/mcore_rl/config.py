@@ -32,7 +32,10 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Which environment (`mcore-rl environments` lists them), and its options by name."""
+    """Which environment, and its options by name.
+
+    `mcore-rl environments` lists them; one of your own is named `package.module:Class`.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)

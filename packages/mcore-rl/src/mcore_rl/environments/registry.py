@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from mcore_rl.environments.base import Environment
 from mcore_rl.environments.chain_sum import ChainSum
@@ -21,13 +22,28 @@ ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {
 def make_environment(name: str, **options: Any) -> Environment:
     """Return a new environment.
 
+    `name` is one of `ENVIRONMENTS`, or says where to import one of your own from, as
+    `package.module:Class`.
+
     Raises:
         ValueError: an unknown name or option; names the nearest valid one.
     """
-    if name not in ENVIRONMENTS:
+    kind = _imported(name) if ":" in name else ENVIRONMENTS.get(name)
+    if kind is None:
         close = difflib.get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
         raise ValueError(f"no environment {name!r}: did you mean {close!r}?")
     try:
-        return ENVIRONMENTS[name](**options)
+        return kind(**options)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _imported(name: str) -> Callable[..., Environment]:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"environment {name!r}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"environment {name!r}: {module} has no class {attribute!r}")
+    return cast(Callable[..., Environment], found)
