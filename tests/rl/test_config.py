@@ -116,3 +116,8 @@ def test_unknown_recipe() -> None:
     with pytest.raises(ValueError, match="no recipe 'rl_toi': did you mean 'rl_toy'"):
         load_config("rl_toi")
     assert tree()["steps"] == 3
+
+
+def test_rollouts_are_not_cut_over_context_parallel_ranks() -> None:
+    with pytest.raises(ValueError, match=r"cp=2: rollouts are trained on whole.* use cp=1"):
+        check_run(config(parallel={"cp": 2}), 2)

@@ -102,6 +102,11 @@ def check_run(config: RLConfig, world_size: int) -> WorldPlan:
         ValueError: one line with the place, the numbers and the nearest valid values.
     """
     plan = config.training().check_world(world_size)
+    if plan.parallel.cp > 1:
+        raise ValueError(
+            f"cp={plan.parallel.cp}: rollouts are trained on whole, not cut over context-parallel "
+            f"ranks; use cp=1"
+        )
     check_layout(config.model, plan.parallel)
     check_layout(config.model, engine_layout(config, world_size))
     make_environment(config.environment.name, **config.environment.options)
