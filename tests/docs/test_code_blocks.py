@@ -2,8 +2,8 @@
 
 Python blocks of one file share one process, in order, in an empty folder. Shell blocks run with
 `uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`) or is
-this suite itself is not run again, and the quickstart is cut to a few steps: its full length has
-a test of its own (tests/system/test_quickstart.py).
+this suite itself is not run again, nor the quickstart, which has a test of its own
+(tests/system/test_quickstart.py).
 """
 
 import os
@@ -24,7 +24,10 @@ PAGES = sorted(
     ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = ("pip install", "git clone", "uv sync", "pytest", "cd ", "make ")
+ELSEWHERE = (
+    *("pip install", "git clone", "uv sync", "pytest", "cd ", "make "),
+    "mcore-train quickstart",
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -57,15 +60,7 @@ def shell_lines(page: Path) -> list[str]:
             parts = [part.strip().removeprefix("uv run ") for part in text.split("&&")]
             parts = [part for part in parts if part and not part.startswith((*ELSEWHERE, "#"))]
             lines += parts
-    return [
-        f"{line} --steps 12" if line.startswith("mcore-train quickstart") else line
-        for line in lines
-    ]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+    return lines
 
 
 def test_pages_were_found_and_have_code() -> None:
@@ -89,8 +84,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_shell_blocks_run(page: Path, tmp_path: Path, runs: Path) -> None:
-    (tmp_path / "runs").symlink_to(runs)  # pages share what the quickstart has finished
+def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     lines = shell_lines(page)
     if not lines:
         pytest.skip("no commands to run on this page")
