@@ -79,20 +79,20 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
     summary = train(config, nproc=args.nproc)
     if summary.rank:
         return 0
-    parts = [f"step {summary.first_step} to step {summary.step}"]
-    if summary.reward is not None and summary.first_reward is not None:
-        parts.append(f"reward {summary.first_reward:.3f} -> {summary.reward:.3f}")
-    if summary.held_out is not None and summary.first_held_out is not None:
-        parts.append(f"on held-out tasks {summary.first_held_out:.3f} -> {summary.held_out:.3f}")
-    if summary.checkpoint is not None:
-        parts.append(f"checkpoint {summary.checkpoint}")
+    end = "" if summary.checkpoint is None else f", checkpoint {summary.checkpoint}"
     if config.log.directory is not None:
-        parts.append(f"metrics and curve in {config.log.directory}")
+        end += f", metrics and curve in {config.log.directory}"
     if summary.first_step >= summary.step:
-        print(f"nothing to train: the run is at {', '.join(parts[1:])}")
+        print(f"nothing to train: the run is at step {summary.step} already{end}")
         return 0
-    print(f"trained from {', '.join(parts)}")
+    held_out = _change(", on held-out tasks", summary.first_held_out, summary.held_out)
+    reward = _change(": reward", summary.first_reward, summary.reward)
+    print(f"trained from step {summary.first_step} to step {summary.step}{reward}{held_out}{end}")
     return 0
+
+
+def _change(what: str, first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{what} {first:.3f} -> {last:.3f}"
 
 
 def _recipes(args: argparse.Namespace, rest: list[str]) -> int:
