@@ -68,3 +68,15 @@ def test_the_checkpoint_answers(trained: Path) -> None:
         text == str((int(number) + 1) % 10) for number, text in zip(numbers, texts, strict=True)
     ]
     assert sum(right) >= 3, texts
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_processes_earn_the_same(trained: Path, tmp_path: Path) -> None:
+    """Each has half of the trainer and an engine of its own; the first steps are the same."""
+    recipe = str(ROOT / "recipes" / "rl_toy.yaml")
+    layout = ("--nproc", "2", "--parallel.tp", "2", "--device", "cpu")
+    said = command(tmp_path, "mcore-rl", "train", "--config", recipe, "--steps", "5", *layout)
+    assert said.startswith("trained from step 0 to step 5: reward ")
+    earned = [row["reward"] for row in rows(tmp_path, "reward")]
+    assert earned == [row["reward"] for row in rows(trained, "reward")[:5]]
+    assert max(row["log_prob_difference_max"] for row in rows(tmp_path, "reward")) < 1e-5
