@@ -226,6 +226,42 @@ def test_layouts_play_and_learn_alike(
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
+OTHER_MODELS: dict[str, dict[str, Any]] = {
+    "deep": {"num_layers": 4},
+    "experts": {
+        "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8, "aux_loss_coefficient": 0.01}
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "world"),
+    [
+        ("deep", "pp=2,schedule=interleaved,chunks=2", 2),
+        ("deep", "pp=2,schedule=zb-v,chunks=2", 2),
+        ("experts", "dp=2,ep=2", 2),
+    ],
+)
+def test_chunks_of_stages_and_experts(
+    ranks: RankPool, tmp_path: Path, model: str, layout: str, world: int
+) -> None:
+    """Stages of several chunks, and experts cut over ranks: each engine has all of them."""
+    sections = {
+        "steps": 2,
+        "model": OTHER_MODELS[model],
+        "loss": {"kl_coefficient": 0.1},
+        "rollout": {"max_sequences": 3},
+    }
+    run(tmp_path / "one", **sections)
+    tree = config_to_tree(config(**places(tmp_path / "two", sections)))
+    tree["parallel"] = config_to_tree(ParallelConfig.parse(layout))
+    ranks.run(run_here, world, tree, timeout=120)
+    expected = rows(tmp_path / "one")
+    assert ("moe_balance_loss" in expected[0]) == (model == "experts")
+    for ours, theirs in zip(rows(tmp_path / "two"), expected, strict=True):
+        assert_close(ours, theirs)
+
+
 def test_resume_under_another_layout(ranks: RankPool, whole: Path, tmp_path: Path) -> None:
     """One process, then two: the rest of the run is the same (U19)."""
     settings: dict[str, Any] = {"updates": 2, "loss": {"kl_coefficient": 0.1}}

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from mcore_inference import load_weights
 from mcore_models import build_model
-from mcore_parallel import RngKey, run_schedule
+from mcore_parallel import RngKey
 from mcore_rl.batch import PolicyBatch
 from mcore_rl.config import RLConfig
 from mcore_rl.engines import DTYPES
 from mcore_rl.log_probs import LogProbs
 from mcore_rl.objective import token_log_probs
 from mcore_train import Session
-from mcore_train.step import stage_actions
+from mcore_train.step import run_forward
 
 
 class ReferencePolicy:
@@ -48,13 +48,10 @@ class ReferencePolicy:
         Only the last pipeline stage has them, which is where the loss is computed.
         """
 
-        def stage(batch: PolicyBatch, hidden: Tensor | None) -> Tensor:
-            if self.session.mesh.is_last_stage:
-                return token_log_probs(self.model, batch, hidden, rule=self.rule)
-            return self.model.stage_forward(batch, hidden)
+        def end(batch: PolicyBatch, hidden: Tensor | None) -> Tensor:
+            return token_log_probs(self.model, batch, hidden, rule=self.rule)
 
-        actions = stage_actions(self.session.mesh, len(batches))
-        found = run_schedule(actions, stage, batches, self.session.channel, forward_only=True)
+        found = run_forward(self.session, self.model, batches, end)
         if not self.session.mesh.is_last_stage:
             return list(batches)
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import cast
 
@@ -26,9 +26,9 @@ class PolicyStep:
     """Plays rollouts with the newest weights and learns from them; satisfies `TrainStep`.
 
     `StepMetrics.extra` holds `reward` (mean), `reward_std`, `response_length` (mean number of
-    tokens that the policy wrote), the numbers of `PolicyObjective`, and the seconds of both halves.
-    With several updates the numbers are means over them, but the log-probability difference is
-    that of the first: before anything has changed.
+    tokens that the policy wrote), the numbers of `PolicyObjective`, the model's auxiliary losses,
+    and the seconds of both halves. With several updates the numbers are means over them, but the
+    log-probability difference is that of the first: before anything has changed.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class PolicyStep:
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(correction=0)),
             "response_length": fmean(rollout.response_length for rollout in rollouts),
-            **{name: fmean(found[name] for found in numbers) for name in numbers[0]},
+            **_means(numbers),
             **{name: numbers[0][name] for name in (GAP_MEAN, GAP_MAX)},
+            **_means([one.extra for one in passes]),
             "rollout_seconds": round(played - started, 4),
             "update_seconds": round(time.perf_counter() - played, 4),
         }
@@ -105,3 +106,7 @@ class PolicyStep:
                 self.config, self.session, self.engines.rule, self.tasks.reference
             )
         return self.reference.attach(batches)
+
+
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(one[name] for one in found) for name in found[0]}
