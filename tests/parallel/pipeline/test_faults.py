@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mcore_parallel import Group
 from mcore_parallel._call import Call
+from mcore_parallel.collectives import send_to
 from mcore_parallel.pipeline import (
     Action,
     Channel,
@@ -104,6 +105,22 @@ def stay_away():
 
 def test_a_stage_that_never_begins(ranks):
     assert ranks.run(stay_away, 2)[1] == (
+        "rank 1, pipeline stage 1, RECV_F of chunk 0, micro-batch 0: timed out waiting 2 s: "
+        "rank 0 (stage 0) gives no sign of life in this run"
+    )
+
+
+def stop_half_way():
+    """Rank 0 sends the header of its first tensor, and then neither the tensor nor anything."""
+    if dist.get_rank() == 1:
+        return what_happened(one_f_one_b(2, 1), 1, lambda *_: None)
+    send_to(torch.tensor([0, 1, 2] + [0] * 7), 1, Group.world())
+    time.sleep(1.5 * TIMEOUT)
+    return "late"
+
+
+def test_a_message_that_stops_half_way(ranks):
+    assert ranks.run(stop_half_way, 2)[1] == (
         "rank 1, pipeline stage 1, RECV_F of chunk 0, micro-batch 0: timed out waiting 2 s: "
         "rank 0 (stage 0) gives no sign of life in this run"
     )

@@ -37,10 +37,14 @@ class Message:
         self._tensor = tensor
         self._work = work
 
-    def wait(self) -> Tensor:
-        """Return the tensor once it may be used (on CUDA: by the current stream)."""
+    def wait(self, timeout: datetime.timedelta | None = None) -> Tensor:
+        """Return the tensor once it may be used (on CUDA: by the current stream).
+
+        RuntimeError when the rest of it has not come within `timeout` (on CUDA nobody waits here).
+        """
         if self._work is not None:
-            self._work.wait()
+            on_cpu = self._tensor.device.type == "cpu"
+            self._work.wait(timeout) if on_cpu and timeout is not None else self._work.wait()
             self._work = None
             if self._tensor.is_cuda:  # it may have been made for another stream
                 self._tensor.record_stream(torch.cuda.current_stream(self._tensor.device))

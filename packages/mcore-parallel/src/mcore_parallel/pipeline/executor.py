@@ -155,6 +155,17 @@ class _Ending(torch.autograd.Function):
         return ctx.gradients.pop(ctx.key), None, None
 
 
+@contextmanager
+def _as_faults() -> Iterator[None]:
+    """Turn torch's errors about a transfer into `queue.Empty` (too late) and `LostError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise queue.Empty from error
+        raise lost(error) from error
+
+
 @dataclass(kw_only=True, eq=False)
 class _Run(Generic[M]):
     """What is under way on one stage; keys are (chunk, micro-batch) or an action."""
@@ -183,6 +194,8 @@ class _Run(Generic[M]):
         self.watch.doing(action, waits_for)
         try:
             yield
+        except PipelineError:  # it named the message that this action was waiting for
+            raise
         except Exception as error:
             rank = self.channel.group.ranks[self.channel.group.rank]
             raise PipelineError(rank, action, self.reason(action, error)) from error
@@ -219,15 +232,17 @@ class _Run(Generic[M]):
 
     def has_left(self, send: Action) -> None:
         """Wait for a send, and let go of what was sent."""
-        try:
+        with _as_faults():
             self.sent.pop(send).wait(self.channel.timeout)
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                raise queue.Empty from error
-            raise lost(error) from error
 
     def received(self, kind: Literal["RECV_F", "RECV_B"], action: Action) -> Tensor:
-        return self.arriving.pop(replace(action, kind=kind)).wait()
+        """Return what a receive brings: its sender may stop or die half-way through."""
+        receive = replace(action, kind=kind)
+        message = self.arriving.pop(receive)
+        with self.guarded(receive, self.line.partner(receive).stage), _as_faults():
+            tensor = message.wait(self.channel.timeout)
+        self.watch.doing(action)
+        return tensor
 
     def hand_on(self, kind: Literal["SEND_F", "SEND_B"], action: Action, tensor: Tensor) -> None:
         """Leave a result for its SEND action, or for the neighbouring chunk when that is here."""
@@ -265,9 +280,11 @@ class _Run(Generic[M]):
         if not self.line.is_last(action):
             self.gradients[key] = self.received("RECV_B", action)
             # The answer has come back, so the activations have left: let go of them.
-            sending = self.sent.pop(replace(action, kind="SEND_F"), None)
-            if sending is not None:
-                sending.wait()
+            sent = replace(action, kind="SEND_F")
+            if sent in self.sent:
+                with self.guarded(sent, self.line.partner(sent).stage):
+                    self.has_left(sent)
+                self.watch.doing(action)
         graph = self.graphs.pop(key, None)
         if graph is not None:  # None: nothing here or before is trained
             with self.collecting(key):
