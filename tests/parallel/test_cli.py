@@ -58,6 +58,12 @@ def test_one_rank_shows_the_members_of_its_groups(capsys: pytest.CaptureFixture[
     assert groups["tp"] == ["2", "4", "5"]
     assert groups["dp_cp"] == ["4", "1", "3", "5", "7"]
     assert groups["embedding"] == ["1", "5"]
+    assert "dp_shard" not in groups  # it is dp_cp
+    text = run(capsys, "--world", "8", "--zero", "3", "--replicas", "2", "--rank", "5")
+    assert text.startswith("tp=1 pp=1 dp=8 zero=3 replicas=2 over 8 ranks")
+    groups = {line.split()[0]: line.split()[1:] for line in text.splitlines()[4:] if line}
+    assert groups["dp_shard"] == ["4", "4", "5", "6", "7"]
+    assert groups["edp_copies"] == ["2", "1", "5"]
 
 
 def test_layers_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:

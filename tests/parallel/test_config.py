@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_parallel import ParallelConfig, check_sequence
+from mcore_parallel.config import SHARDINGS
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 CONFIGS = st.builds(
@@ -18,7 +19,8 @@ CONFIGS = st.builds(
     sequence_parallel=st.booleans(),
     order=st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),
     stage_layers=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    shard_optimizer=st.booleans(),
+    sharding=st.sampled_from(SHARDINGS[1:]),
+    replicas=st.sampled_from([1, 2, 3]),
     bucket_size=st.sampled_from([1, 1000, 40_000_000]),
     overlap=st.booleans(),
 )
@@ -37,9 +39,13 @@ def test_text_and_back() -> None:
     assert ParallelConfig.parse("tp=2,pp=2,sp") == ParallelConfig(
         tp=2, pp=2, sequence_parallel=True
     )
+    assert ParallelConfig.parse("zero=3 replicas=2") == ParallelConfig(
+        sharding="parameters", replicas=2
+    )
+    assert ParallelConfig.parse("zero") == ParallelConfig()
     assert ParallelConfig.parse("") == ParallelConfig()
     assert ParallelConfig.parse("sp=0 zero=0, overlap=0 stages=3+0 pp=2") == ParallelConfig(
-        shard_optimizer=False, overlap=False, stage_layers=(3, 0), pp=2
+        sharding="none", overlap=False, stage_layers=(3, 0), pp=2
     )
     text = ParallelConfig.parse("tp=2,pp=2,sp").resolve(4).describe()
     assert text == "tp=2 pp=2 dp=1 sp"
@@ -62,6 +68,9 @@ def test_description_says_everything(config: ParallelConfig) -> None:
         ("tp", "layout item 'tp' needs a value, as in 'tp=2'"),
         ("stages=8+x", r"'stages=8\+x' is not of the form 'stages=8\+8\+7\+7'"),
         ("sp=2", "'sp=2': sp is 0 or 1"),
+        ("zero=4", "'zero=4': zero is 0, 1, 2 or 3"),
+        ("zero=0 replicas=2", "replicas = 2 with sharding none: .* sharding optimizer"),
+        ("pp=2 zero=2 schedule=zb-h1", "sharding gradients with schedule zb-h1: .* 1f1b or gpipe"),
         ("tp=2 tp=4", "gives tp twice"),
         ("tp=0", "tp must be a whole number of at least 1, not 0"),
     ],
@@ -91,6 +100,16 @@ def test_wrong_text_is_named(text: str, message: str) -> None:
             ParallelConfig(tp=2, pp=2, ep=4),
             8,
             r"etp × ep = 2 × 4 = 8 does not divide the 4 ranks of a pipeline stage .* ep: 1, 2$",
+        ),
+        (
+            ParallelConfig(replicas=3),
+            8,
+            "replicas = 3 does not divide dp = 8; valid .*: 1, 2, 4, 8$",
+        ),
+        (
+            ParallelConfig(ep=4, replicas=4),
+            8,
+            "replicas = 4 does not divide edp = 2; valid replicas: 1, 2$",
         ),
         (ParallelConfig(etp=3), 8, "3 × 1 = 3 does not divide the 8 .* etp must divide 8"),
         (

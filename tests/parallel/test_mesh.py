@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from mcore_parallel import Group, ParallelConfig, ParallelMesh, all_gather, all_reduce, barrier
 from mcore_parallel.testing import RankPool
 
-NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp", "replica", "embedding", "world")
+NAMES = (
+    *("tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp", "replica", "embedding", "world"),
+    *("dp_shard", "dp_copies", "edp_shard", "edp_copies"),
+)
 
 
 # --- arithmetic ---------------------------------------------------------------------------------
@@ -73,6 +76,24 @@ def test_middle_stages_hold_no_embedding() -> None:
     assert [mesh.embedding.ranks for mesh in meshes] == [(0, 2), (1,), (0, 2)]
 
 
+def test_shares_are_dealt_out_among_neighbours_and_copied_over_the_rest() -> None:
+    config = ParallelConfig(tp=2, cp=2, replicas=2)
+    mesh = ParallelMesh.arithmetic(config, world_size=16, rank=13)
+    assert mesh.dp.ranks == (1, 5, 9, 13)
+    assert mesh.dp_shard.ranks == (9, 11, 13, 15)
+    assert mesh.dp_copies.ranks == (5, 13)
+    assert mesh.edp_shard.ranks == (9, 11, 13, 15)
+    config = ParallelConfig(tp=2, ep=2, etp=1, replicas=2, order="tp-dp-ep-cp")
+    mesh = ParallelMesh.arithmetic(config, world_size=8, rank=5)
+    assert (mesh.edp.ranks, mesh.edp_shard.ranks, mesh.edp_copies.ranks) == (
+        (4, 5, 6, 7),
+        (4, 5),
+        (5, 7),
+    )
+    whole = ParallelMesh.arithmetic(ParallelConfig(cp=2), world_size=8, rank=5)
+    assert (whole.dp_shard.ranks, whole.dp_copies.ranks) == (whole.dp_cp.ranks, (5,))
+
+
 VALID = st.tuples(
     *(st.sampled_from([1, 2, 3]) for _ in range(4)),
     st.sampled_from([1, 2, 4]),
@@ -81,16 +102,24 @@ VALID = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(values=VALID)
 def test_every_rank_sees_the_same_groups(
     values: tuple[int, int, int, int, int, int | None, list[str]],
 ) -> None:
     tp, cp, dp, pp, ep, etp, order = values
-    config = ParallelConfig(
-        tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, order="-".join([*order, "pp"])
-    )
     assume((tp * cp * dp) % (ep * (etp or tp)) == 0)
+    edp = tp * cp * dp // (ep * (etp or tp))
+    config = ParallelConfig(
+        tp=tp,
+        cp=cp,
+        dp=dp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        order="-".join([*order, "pp"]),
+        replicas=math.gcd(dp, edp),
+    )
     size = tp * cp * dp * pp
     meshes = [ParallelMesh.arithmetic(config, world_size=size, rank=r) for r in range(size)]
     for name in NAMES:
@@ -100,6 +129,10 @@ def test_every_rank_sees_the_same_groups(
             group = getattr(mesh, name)
             assert group.ranks[group.rank] == rank
             assert group.ranks == tuple(sorted(group.ranks))
+            if name.endswith("_shard"):
+                copies = getattr(mesh, name.replace("shard", "copies"))
+                assert copies.size == config.replicas
+                assert set(group.ranks) & set(copies.ranks) == {rank}
     for view in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
         coords = {tuple(mesh.coords[axis] for axis in view) for mesh in meshes}
         assert len(coords) == size  # each view numbers the ranks without gaps

@@ -72,7 +72,7 @@ def test_per_token_loss_does_not_depend_on_the_split(ranks, split):
 def test_four_micro_batches_in_a_group_of_one_accumulate_four():
     """U34: a shard group of size 1 sums four gradients of 1 to 4."""
     mesh = ParallelMesh.single()
-    assert mesh.config.shard_optimizer
+    assert mesh.config.sharding == "optimizer"
     assert accumulate([[[1.0]] * 4], 1) == (4.0, [4.0])
 
 
@@ -98,7 +98,10 @@ class Reordered(nn.Module):
 
 
 def train_reordered(overlap, shard, skipping_rank, lazy):
-    mesh = make_mesh(overlap=overlap, shard_optimizer=shard) or ParallelMesh.single()
+    mesh = (
+        make_mesh(overlap=overlap, sharding="optimizer" if shard else "none")
+        or ParallelMesh.single()
+    )
     model = Reordered()
     buckets = buckets_of(model, mesh)
     assert len(buckets.buckets) >= 3

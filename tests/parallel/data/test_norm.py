@@ -101,7 +101,7 @@ def split_norm(changes):
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("changes", [{"tp": 1}, {"tp": 2}, {"tp": 4}, {"cp": 2, "dp": 2}])
 def test_the_norm_is_that_of_the_gathered_gradient(ranks, changes, shard):
-    results = ranks.run(split_norm, 4, changes | {"shard_optimizer": shard})
+    results = ranks.run(split_norm, 4, changes | {"sharding": "optimizer" if shard else "none"})
     assert len({norm for norm, _ in results}) == 1
     assert results[0][0] == pytest.approx(results[0][1], rel=1e-6)
 

@@ -117,7 +117,7 @@ def everything(optimizer, group):
 def train_layouts(combinations, dtype, device):
     results = []
     for rule, partition, shard, overlap in combinations:
-        mesh = make_mesh(device, shard_optimizer=shard, overlap=overlap)
+        mesh = make_mesh(device, sharding="optimizer" if shard else "none", overlap=overlap)
         model = Model(dtype).to(device)
         buckets, optimizer = build(
             model, mesh, RULES[rule], PARTITIONS[partition], hyper=decay(0.1)

@@ -131,7 +131,7 @@ def test_state_moves_to_another_number_of_ranks(ranks, before, after, partition,
 
 def resume(dtype, shard):
     """Stop after three steps and go on in new objects; compare with going straight on."""
-    mesh = make_mesh(shard_optimizer=shard)
+    mesh = make_mesh(sharding="optimizer" if shard else "none")
     params, buckets, optimizer = uneven(mesh, dtype, "flat")
     for number in range(3):
         step(params, buckets, optimizer, mesh, number)
@@ -212,7 +212,7 @@ def test_masters_follow_parameters_that_were_loaded():
 
 def tied(overlap, shard, steps):
     """On pp 2 × dp 2: a weight on the first and the last stage, between others of other sizes."""
-    mesh = make_mesh(pp=2, overlap=overlap, shard_optimizer=shard)
+    mesh = make_mesh(pp=2, overlap=overlap, sharding="optimizer" if shard else "none")
     stage = mesh.pp.rank
     layout = TensorLayout.whole("embedding", (70,)).replicated(mesh.embedding.rank, 2)
     specs = {

@@ -46,6 +46,16 @@ class AxisView:
         """Number of ranks along `axis`."""
         return self.sizes[self.axes.index(axis)]
 
+    def split(self, axis: str, copies: int) -> AxisView:
+        """Return the view in which `axis` is two: itself, 1/copies as long, and `axis_copies`.
+
+        Neighbours along the shortened `axis` stay neighbours; `copies` must divide its size.
+        """
+        at = self.axes.index(axis)
+        axes = (*self.axes[:at], axis, f"{axis}_copies", *self.axes[at + 1 :])
+        sizes = (*self.sizes[:at], self.sizes[at] // copies, copies, *self.sizes[at + 1 :])
+        return AxisView(axes=axes, sizes=sizes)
+
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` along each axis."""
         return {axis: rank // self.stride(axis) % self.size(axis) for axis in self.axes}

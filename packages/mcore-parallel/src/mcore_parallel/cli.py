@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from mcore_parallel.config import ParallelConfig
 
 _AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
-_GROUPS = (*_AXES, "dp_cp", "replica", "embedding", "world")
+_SHARES = ("dp_shard", "dp_copies", "edp_shard", "edp_copies")
+_GROUPS = (*_AXES, "dp_cp", *_SHARES, "replica", "embedding", "world")
 _SHOWN = 8  # ranks of a group in the overview
 _CHUNKS = "virtual stages on each stage (default: 2 for interleaved and zb-v, else 1)"
 
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ep", type=int, default=1, help="expert parallel size (default 1)")
     add("--etp", type=int, help="tensor parallel size of experts (default: as --tp)")
     add("--sequence-parallel", action="store_true", help="cut activations along the sequence")
+    add("--zero", type=int, default=1, metavar="N", help="sharding over dp, 0 to 3 (default 1)")
+    add("--replicas", type=int, default=1, help="ranks that hold each share (default 1)")
     add("--order", help="axes, fastest varying first (default tp-cp-ep-dp-pp)")
     add("--layers", type=int, metavar="N", help="also show which layers each stage holds")
     add(
@@ -118,8 +121,10 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace) -> ParallelConfig:
-    from mcore_parallel.config import ParallelConfig
+    from mcore_parallel.config import SHARDINGS, ParallelConfig
 
+    if not 0 <= args.zero < len(SHARDINGS):
+        raise ValueError(f"--zero {args.zero} is none of 0 ({SHARDINGS[0]}) to 3 ({SHARDINGS[-1]})")
     given = {
         "--stage-layers": args.stage_layers,
         "--first-layers": args.first_layers,
@@ -139,6 +144,8 @@ def _config(args: argparse.Namespace) -> ParallelConfig:
         ep=args.ep,
         etp=args.etp,
         sequence_parallel=args.sequence_parallel,
+        sharding=SHARDINGS[args.zero],
+        replicas=args.replicas,
         schedule=args.schedule,
         chunks=_default_chunks(args.schedule, args.chunks),
         stage_layers=_counts(args.stage_layers),
@@ -193,7 +200,8 @@ def _one_rank(config: ParallelConfig, world_size: int, rank: int) -> dict[str, A
     from mcore_parallel.mesh import ParallelMesh
 
     mesh = ParallelMesh.arithmetic(config, world_size=world_size, rank=rank)
-    groups = {name: list(getattr(mesh, name).ranks) for name in _GROUPS}
+    names = [name for name in _GROUPS if config.replicas > 1 or name not in _SHARES]
+    groups = {name: list(getattr(mesh, name).ranks) for name in names}
     return {"rank": rank, "coords": mesh.coords, "groups": groups}
 
 

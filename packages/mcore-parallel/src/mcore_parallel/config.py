@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
 from mcore_parallel.pipeline.actions import Line
@@ -16,7 +17,6 @@ _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
 _SWITCHES = {
     "sp": "sequence_parallel",
-    "zero": "shard_optimizer",
     "overlap": "overlap",
     "count-embedding": "count_embedding",
     "count-loss": "count_loss",
@@ -26,14 +26,22 @@ _EXAMPLES = {
     "stages": "8+8+7+7",
     "bucket": 40_000_000,
     "schedule": "zb-h1",
+    "zero": 1,
 }
 _FIELDS = {
     "bucket": "bucket_size",
     "group": "microbatch_group",
     "first": "first_stage_layers",
     "last": "last_stage_layers",
+    "zero": "sharding",
+    "replicas": "replicas",
 }
 _KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
+
+
+Sharding: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
+SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
+"""What data-parallel ranks hold one share of, each level with all before it: zero=0 to zero=3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +62,12 @@ class ParallelConfig:
     first_stage_layers, last_stage_layers: layers of the first and the last stage, all its chunks
     together; the others share the rest. count_embedding, count_loss: when spreading evenly count
     the embedding and the loss as a layer each.
-    shard_optimizer: keep optimizer state once per dp × cp (expert parameters: edp) instead of on
-    every rank. bucket_size: elements of a gradient bucket. overlap: reduce a bucket during the
-    backward pass, when its last gradient has arrived.
+    sharding: what the ranks of dp × cp (expert parameters: edp) hold one share of instead of all:
+    "none", the state of the "optimizer", that and "gradients", or these and "parameters".
+    replicas: hybrid sharding; dp is replicas × the rest, shares are dealt out over the rest (× cp;
+    edp likewise), and that many ranks hold each share.
+    bucket_size: elements of a gradient bucket. overlap: reduce a bucket during the backward pass,
+    when its last gradient has arrived.
     """
 
     tp: int = 1
@@ -75,12 +86,13 @@ class ParallelConfig:
     last_stage_layers: int | None = None
     count_embedding: bool = False
     count_loss: bool = False
-    shard_optimizer: bool = True
+    sharding: Sharding = "optimizer"
+    replicas: int = 1
     bucket_size: int = 40_000_000
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "chunks", "microbatch_group", "bucket_size"):
+        for name in (*_SIZES, "chunks", "microbatch_group", "replicas", "bucket_size"):
             value = getattr(self, name)
             if value is None and name in ("dp", "etp", "microbatch_group"):
                 continue
@@ -93,6 +105,23 @@ class ParallelConfig:
                     f"order {self.order!r} leaves out {axis}, which has size {getattr(self, axis)}"
                 )
         self._check_pipeline()
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ValueError(f"sharding {self.sharding!r} is none of {', '.join(SHARDINGS)}")
+        if self.replicas > 1 and self.sharding == "none":
+            raise ValueError(
+                f"replicas = {self.replicas} with sharding none: every rank is a replica already; "
+                f"use replicas = 1, or sharding optimizer"
+            )
+        plain = self.chunks == 1 and self.schedule in ("gpipe", "1f1b")
+        if self.pp > 1 and not plain and self.sharding in ("gradients", "parameters"):
+            raise ValueError(
+                f"sharding {self.sharding} with schedule {self.schedule}: gradients are summed "
+                f"after every backward, which here brings only some of a stage's; use sharding "
+                f"optimizer, or schedule 1f1b or gpipe"
+            )
 
     def _check_pipeline(self) -> None:
         group, chunks = self.microbatch_group, self.chunks
@@ -160,6 +189,7 @@ class ParallelConfig:
             )
         resolved = dataclasses.replace(self, dp=dp, etp=self.etp or self.tp)
         resolved._check_expert_view(world_size)
+        resolved._check_replicas()
         return resolved
 
     def _check_expert_view(self, world_size: int) -> None:
@@ -180,13 +210,25 @@ class ParallelConfig:
                 f"'tp-cp-ep-dp-pp'"
             )
 
+    def _check_replicas(self) -> None:
+        sizes = {"dp": self.dense_view().size("dp"), "edp": self.expert_view().size("edp")}
+        for axis, size in sizes.items():
+            if size % self.replicas:
+                common = math.gcd(*sizes.values())
+                valid = [str(n) for n in range(1, common + 1) if common % n == 0]
+                raise ValueError(
+                    f"replicas = {self.replicas} does not divide {axis} = {size}; valid replicas: "
+                    f"{', '.join(valid)}"
+                )
+
     @staticmethod
     def parse(text: str) -> ParallelConfig:
         """Return the configuration that a short text describes, such as "tp=2,pp=2,sp".
 
         Items are separated by commas or blanks. Sizes: tp cp pp dp ep etp. Switches, alone or with
-        =0 or =1: sp (sequence parallel), zero (sharded optimizer state), overlap, count-embedding,
-        count-loss. Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and
+        =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss.
+        Sharding over dp: zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters);
+        replicas=2 (of each share). Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and
         last=4 (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
         stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
         ValueError names the item.
@@ -210,7 +252,9 @@ class ParallelConfig:
         items += [f"ep={self.ep}"] * (self.ep != 1)
         items += [f"etp={self.etp}"] * (self.etp not in (None, self.tp))
         items += ["sp"] * self.sequence_parallel
-        items += ["zero=0"] * (not self.shard_optimizer)
+        level = SHARDINGS.index(self.sharding)
+        items += [f"zero={level}"] * (self.sharding != default.sharding)
+        items += [f"replicas={self.replicas}"] * (self.replicas != 1)
         items += ["overlap=0"] * (not self.overlap)
         items += [f"order={self.order}"] * (self.order != default.order)
         items += [f"schedule={self.schedule}"] * (self.schedule != default.schedule)
@@ -292,6 +336,10 @@ def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
         near = difflib.get_close_matches(key, _KEYS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"layout item {item!r}: {hint}valid are {', '.join(_KEYS)}")
+    if key == "zero":
+        if value not in (None, "0", "1", "2", "3"):
+            raise ValueError(f"layout item {item!r}: zero is 0, 1, 2 or 3")
+        return "sharding", SHARDINGS[int(value or "1")]
     if not value:
         raise ValueError(
             f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"

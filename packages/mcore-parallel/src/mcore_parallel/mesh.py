@@ -24,10 +24,22 @@ _DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "world": ("tp", "cp", "dp", "pp"),
 }
 _EXPERT_GROUPS: dict[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("etp",), "edp": ("edp",)}
+# The same where dp and edp are cut in two by `replicas`.
+_SHARDED_GROUPS: dict[str, tuple[str, ...]] = {
+    "dp_shard": ("dp", "cp"),
+    "dp_copies": ("dp_copies",),
+}
+_SHARDED_EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
+    "edp_shard": ("edp",),
+    "edp_copies": ("edp_copies",),
+}
 # Groups that may share one process group when they have the same ranks: those whose collectives one
 # thread issues in one order. Others stay apart: pp waits for neighbours, replica serves the data
 # thread, and embedding is reduced at different moments of the pipeline.
-_SHARING = (("tp", "etp"), ("dp", "dp_cp", "edp"))
+_SHARING = (
+    ("tp", "etp"),
+    ("dp", "dp_cp", "edp", "dp_shard", "dp_copies", "edp_shard", "edp_copies"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +50,8 @@ class ParallelMesh:
     computes. world: all ranks of the mesh (`Group.ranks` are torch.distributed ranks).
     tp, cp, dp, pp: along the axes of the dense view; ep, etp, edp: of the expert view.
     dp_cp: the ranks that hold the same dense parameters (gradients are reduced over it).
+    dp_shard, dp_copies: dp_cp as the ranks that hold one share each of what `config.sharding` says,
+    times those that hold the same share (`config.replicas` of them); edp_shard, edp_copies: edp.
     replica: the ranks that work on the same samples (tp × cp × pp): one of them reads data.
     embedding: the stages with otherwise my coordinates that hold the beginning and the end of the
     model, and so the two copies of a tied embedding; size 1 where one stage holds both, and on the
@@ -56,6 +70,10 @@ class ParallelMesh:
     etp: Group
     edp: Group
     dp_cp: Group
+    dp_shard: Group
+    dp_copies: Group
+    edp_shard: Group
+    edp_copies: Group
     replica: Group
     embedding: Group
 
@@ -142,6 +160,7 @@ class ParallelMesh:
         """Destroy the process groups that this mesh made; all its ranks call it together."""
         for group in (
             *(self.tp, self.cp, self.dp, self.pp, self.ep, self.etp, self.edp),
+            *(self.dp_shard, self.dp_copies, self.edp_shard, self.edp_copies),
             *(self.dp_cp, self.replica, self.embedding, self.world),
         ):
             group.close()
@@ -149,9 +168,12 @@ class ParallelMesh:
 
 def _members(config: ParallelConfig, rank: int) -> dict[str, tuple[int, ...]]:
     """Return the mesh ranks of every group of `rank`."""
+    dense, expert, copies = config.dense_view(), config.expert_view(), config.replicas
     views: tuple[tuple[AxisView, dict[str, tuple[str, ...]]], ...] = (
-        (config.dense_view(), _DENSE_GROUPS),
-        (config.expert_view(), _EXPERT_GROUPS),
+        (dense, _DENSE_GROUPS),
+        (expert, _EXPERT_GROUPS),
+        (dense.split("dp", copies), _SHARDED_GROUPS),
+        (expert.split("edp", copies), _SHARDED_EXPERT_GROUPS),
     )
     members = {
         name: view.members(rank, axes) for view, groups in views for name, axes in groups.items()

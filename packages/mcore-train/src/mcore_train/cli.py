@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parity = commands.add_parser(
         "parity",
         help="compare training under layouts with training in one process",
-        epilog="A layout is written tp=2,pp=2,dp=2,sp (sp: sequence parallel; zero=0: whole state)",
+        epilog="A layout is written tp=2,pp=2,dp=2,sp (sp: sequence parallel; zero=0 to 3: sharding)",
     )
     parity.add_argument("--config", required=True, metavar="FILE|RECIPE")
     parity.add_argument("--layout", action="append", required=True, metavar="LAYOUT")

@@ -182,7 +182,7 @@ def _is_deferred(slot: Slot) -> bool:
 def _make_bucket(slots: list[Slot], mesh: ParallelMesh, partition: Partition) -> Bucket:
     first = slots[0]
     group = reduction_group(first.spec, mesh)
-    sharded = mesh.config.shard_optimizer and group.size > 1
+    sharded = mesh.config.sharding != "none" and group.size > 1
     num_shards = group.size if sharded else 1
     placement = partition([slot.numel for slot in slots], num_shards)
     numel = placement.shard_numel * num_shards

@@ -28,7 +28,7 @@ class GradientBuckets:
     hands autograd any tensor of the right shape.
 
     Dense parameters are summed over `mesh.dp_cp`, expert ones over `mesh.edp`; nothing is divided
-    (divide the loss by the global number of tokens). With `mesh.config.shard_optimizer` each rank
+    (divide the loss by the global number of tokens). With `mesh.config.sharding` each rank
     gets the sum of its own shard only. A step is
 
         buckets.zero()

@@ -26,7 +26,7 @@ class ShardedOptimizer:
     """An update rule applied to the parameters of `GradientBuckets`.
 
     Each rank updates the shard of each bucket that it owns and the ranks gather the result; without
-    `mesh.config.shard_optimizer` every rank updates everything. The rule works on fp32 masters; a
+    `mesh.config.sharding` every rank updates everything. The rule works on fp32 masters; a
     parameter that is fp32 (or fp64) already is its own master. With the partition `flat` the rule
     sees flat ranges that may run over several parameters of equal `Hyper`, with `whole` it sees
     parameters in their own shape.
