@@ -122,9 +122,15 @@ def test_every_way_of_drawing_is_the_same(loops, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_FEW", 0)
                 sources, samples = np.empty(num, np.int16), np.empty(num, np.int64)
-                function(weights, limits, sources, samples)
+                function(weights, limits, np.zeros(num_sources, int), sources, samples)
             drawn.append((sources.tolist(), samples.tolist()))
-        assert drawn[0] == drawn[1] == drawn[2]
+            cut = num // 3  # the rest goes on from what the first third has drawn
+            counts = np.bincount(sources[:cut], minlength=num_sources)
+            rest = np.empty(num - cut, np.int16), np.empty(num - cut, np.int64)
+            function(weights, limits, counts, *rest)
+            drawn.append((sources[:cut].tolist() + rest[0].tolist(), samples.tolist()))
+            assert rest[1].tolist() == samples[cut:].tolist()
+        assert all(one == drawn[0] for one in drawn)
 
 
 def test_many_sources():

@@ -1,5 +1,6 @@
 """Corpora, tokenizers, datasets and exactly resumable samplers."""
 
+from mcore_data.blend_stream import BlendLoader, BlendSampler, JoinedDataset, WeightSchedule
 from mcore_data.chat import ChatTemplate
 from mcore_data.datasets import (
     Blend,
@@ -62,6 +63,8 @@ __all__ = [
     "BatchSampler",
     "Blend",
     "BlendIndex",
+    "BlendLoader",
+    "BlendSampler",
     "BlendedDataset",
     "ByteTokenizer",
     "ChatTemplate",
@@ -75,6 +78,7 @@ __all__ = [
     "GPTIndex",
     "IndexedReader",
     "IndexedWriter",
+    "JoinedDataset",
     "MicroBatch",
     "MicroBatchLoader",
     "PackedDataset",
@@ -91,6 +95,7 @@ __all__ = [
     "ValidationLoader",
     "VariableSource",
     "VocabSizes",
+    "WeightSchedule",
     "balance",
     "blend_index",
     "build_gpt_index",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.sample import Sample, SampleSource
-from mcore_data.sampler import PADDING, BatchSampler
+from mcore_data.sampler import PADDING
 
 MicroBatch = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -92,6 +92,27 @@ class Stream(Protocol):
         ...
 
 
+class BatchStream(Stream, Protocol):
+    """An order of samples of one size, cut into batches: `BatchSampler` is one."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that there are."""
+        ...
+
+    def sizes(self) -> range:
+        """Return the sizes that a batch may have."""
+        ...
+
+    def size(self, consumed: int) -> int:
+        """Return the size of the batch after `consumed` samples."""
+        ...
+
+    def batch(self, consumed: int) -> NDArray[np.int64]:
+        """Return the ids of that batch, int64 [size]; padding is -1."""
+        ...
+
+
 class StepLoader:
     """Endless iterator over training steps that can be resumed at any of them.
 
@@ -128,9 +149,13 @@ class StepLoader:
         self.consumed = self._stream.after(self.consumed)
         return step
 
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint after `consumed` samples must hold, JSON-able."""
+        return {"consumed_samples": consumed, "sampler": self._stream.state()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold, JSON-able: it does not depend on the ranks."""
-        return {"consumed_samples": self.consumed, "sampler": self._stream.state()}
+        return self.state_at(self.consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; ValueError when the stream is another one."""
@@ -185,7 +210,7 @@ class MicroBatchLoader(StepLoader):
     def __init__(
         self,
         dataset: SampleSource,
-        sampler: BatchSampler,
+        sampler: BatchStream,
         *,
         dp_rank: int,
         dp_size: int,

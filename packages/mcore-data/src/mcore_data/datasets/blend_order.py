@@ -101,36 +101,51 @@ def scheduled_blend_index(phases: Sequence[tuple[Sequence[float], int]]) -> Blen
     )
 
 
-def _drawn(weights: NDArray[np.float64], limits: NDArray[np.int64], num_samples: int) -> BlendIndex:
+def continued_blend_index(
+    weights: NDArray[np.float64], counts: NDArray[np.int64], num_samples: int
+) -> BlendIndex:
+    """Return the next `num_samples` of a blend by normal weights that has drawn `counts` [K]."""
+    return _drawn(weights, np.where(weights > 0, -1, 0), num_samples, counts)
+
+
+def _drawn(
+    weights: NDArray[np.float64],
+    limits: NDArray[np.int64],
+    num_samples: int,
+    drawn: NDArray[np.int64] | None = None,
+) -> BlendIndex:
     dtype = np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32
     sources: NDArray[np.integer[Any]] = np.empty(num_samples, dtype)
     samples = np.empty(num_samples, np.int64)
+    counts = np.zeros(len(weights), np.int64) if drawn is None else drawn.copy()
     if num_samples * len(weights) >= compiled.WORTH_COMPILING and compiled.available():
-        compiled.blend(weights, limits, sources, samples)
+        compiled.blend(weights, limits, counts, sources, samples)
     else:
-        _draw(weights, limits, sources, samples)
+        _draw(weights, limits, counts, sources, samples)
     return BlendIndex(sources=sources, samples=samples)
 
 
 def _draw(
     weights: NDArray[np.float64],
     limits: NDArray[np.int64],
+    drawn: NDArray[np.int64],
     sources: NDArray[np.integer[Any]],
     samples: NDArray[np.int64],
 ) -> None:
     """Draw step by step; for a handful of sources plain numbers are faster than arrays."""
     if len(weights) <= _FEW:
-        _draw_few(weights, limits, sources, samples)
+        _draw_few(weights, limits, drawn, sources, samples)
         return
-    counts = np.zeros(len(weights), np.float64)
-    shares = np.where(limits == 0, -np.inf, weights)
+    counts = drawn.astype(np.float64)
+    shares = np.where(limits == drawn, -np.inf, weights)
     lack = np.empty(len(weights), np.float64)
-    for step in range(len(sources)):
-        np.multiply(shares, max(step, 1), out=lack)
+    first = int(drawn.sum())
+    for place in range(len(sources)):
+        np.multiply(shares, max(first + place, 1), out=lack)
         np.subtract(lack, counts, out=lack)
         best = int(lack.argmax())
-        sources[step] = best
-        samples[step] = counts[best]
+        sources[place] = best
+        samples[place] = counts[best]
         counts[best] += 1
         if counts[best] == limits[best]:
             shares[best] = -np.inf
@@ -139,20 +154,23 @@ def _draw(
 def _draw_few(
     weights: NDArray[np.float64],
     limits: NDArray[np.int64],
+    drawn: NDArray[np.int64],
     sources: NDArray[np.integer[Any]],
     samples: NDArray[np.int64],
 ) -> None:
     shares, left = weights.tolist(), limits.tolist()
-    live = [k for k in range(len(shares)) if left[k] != 0]
-    counts = [0] * len(shares)
-    for step in range(len(sources)):
+    counts = drawn.tolist()
+    live = [k for k in range(len(shares)) if left[k] not in (0, counts[k])]
+    first = sum(counts)
+    for place in range(len(sources)):
+        step = first + place or 1
         best, most = -1, -math.inf
         for k in live:
-            lack = shares[k] * (step or 1) - counts[k]
+            lack = shares[k] * step - counts[k]
             if lack > most:
                 best, most = k, lack
-        sources[step] = best
-        samples[step] = counts[best]
+        sources[place] = best
+        samples[place] = counts[best]
         counts[best] += 1
         if counts[best] == left[best]:
             live.remove(best)

@@ -84,11 +84,15 @@ def sample_starts(
 def blend(
     weights: NDArray[np.float64],
     limits: NDArray[np.int64],
+    counts: NDArray[np.int64],
     sources: NDArray[Any],
     samples: NDArray[np.int64],
 ) -> None:
-    """Fill `sources` and `samples` as `blend_index` does; `limits` < 0: none."""
-    _loops().blend(weights, limits, np.zeros(len(weights), np.int64), sources, samples)
+    """Fill `sources` and `samples` as `blend_index` does; `limits` < 0: none.
+
+    `counts`: what has been drawn before; it is changed.
+    """
+    _loops().blend(weights, limits, counts, sources, samples)
 
 
 def _swap(values, last, draws, first, places):  # type: ignore[no-untyped-def]
@@ -145,8 +149,9 @@ def _starts(lengths, order, seq_length, extra, starts):  # type: ignore[no-untyp
 
 
 def _blend(weights, limits, counts, sources, samples):  # type: ignore[no-untyped-def]
+    first = counts.sum()
     for i in range(len(sources)):
-        step = max(i, 1)
+        step = max(first + i, 1)
         best = -1
         most = 0.0
         for k in range(len(weights)):
