@@ -1,7 +1,6 @@
 """Every way of attending over shares gives the loss and gradients of one process."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -9,13 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_models import GlobalCounts, TokenBatch, build_model, check_layout, llama
-from mcore_models.common.attention import AttentionOver
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_reduce
 from mcore_parallel.layout import LayoutTensor, gather_all
 from mcore_parallel.testing import RankPool
 
 LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
-MIXED = AttentionOver(kinds=("ring", "all-gather", "all-to-all", "two-level"), inner=2)
+MIXED = "cp-kind=ring+all-gather+all-to-all+two-level:2"
 
 
 def example() -> TokenBatch:
@@ -26,12 +24,12 @@ def example() -> TokenBatch:
     )
 
 
-def measure(layout: str, builder: AttentionOver) -> tuple[float, dict[str, Tensor]]:
+def measure(layout: str) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients, by global name, of one step under `layout`."""
     parallel = ParallelConfig.parse(layout)
     mesh = ParallelMesh.create(parallel) if dist.is_initialized() else ParallelMesh.single()
     assert mesh is not None
-    model = build_model(LLAMA, mesh, key=RngKey(11), builders={"*": builder})
+    model = build_model(LLAMA, mesh, key=RngKey(11))
     batch = example().share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
     loss = model.loss(batch, counts=GlobalCounts(tokens=16.0))
     loss.backward()
@@ -49,19 +47,17 @@ def measure(layout: str, builder: AttentionOver) -> tuple[float, dict[str, Tenso
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "builder"),
+    ("world", "layout"),
     [
-        (4, "cp=4", MIXED),
-        (4, "cp=2,tp=2,sp", AttentionOver(kinds="all-to-all")),
-        (2, "cp=2", AttentionOver(kinds="all-gather")),
+        (4, f"cp=4,{MIXED}"),
+        (4, "cp=2,tp=2,sp,cp-kind=all-to-all"),
+        (2, "cp=2,cp-kind=all-gather"),
     ],
 )
-def test_every_kind_in_a_model(
-    ranks: RankPool, world: int, layout: str, builder: AttentionOver
-) -> None:
+def test_every_kind_in_a_model(ranks: RankPool, world: int, layout: str) -> None:
     """U28 and U29: uneven packed documents, kinds that differ from layer to layer."""
-    want = measure("tp=1", builder)
-    loss, gradients = ranks.run(measure, world, layout, builder)[0]
+    want = measure("tp=1")
+    loss, gradients = ranks.run(measure, world, layout)[0]
     assert loss == pytest.approx(want[0], rel=1e-6)
     assert gradients.keys() == want[1].keys()
     total = torch.stack([g.norm() for g in want[1].values()]).norm()
@@ -71,20 +67,17 @@ def test_every_kind_in_a_model(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "builder", "message"),
+    ("layout", "message"),
     [
-        ({"cp": 8}, {"kinds": "all-to-all"}, "4 query and 2 kv heads .* 8 ranks: use 4"),
-        ({"cp": 4, "tp": 2}, {"kinds": "all-to-all"}, "2 query and 1 kv heads .* use 2"),
-        ({"cp": 4}, {"kinds": "two-level"}, "inner=None: inner must be one of 1, 2, 4"),
-        ({"cp": 2}, {"kinds": ("ring",) * 3}, "3 kinds of attention for 4 layers"),
-        ({"cp": 2}, {"kinds": "rings"}, "did you mean 'ring'"),
+        ("cp=8,cp-kind=all-to-all", "4 query and 2 kv heads .* 8 ranks: use 4"),
+        ("cp=4,tp=2,cp-kind=ring+all-to-all", "2 query and 1 kv heads .* use 2"),
+        ("cp=8,cp-kind=ring*3+two-level:8", "4 query and 2 kv heads .* 8 ranks: use 4"),
     ],
 )
-def test_kinds_that_do_not_fit(
-    parallel: dict[str, int], builder: dict[str, Any], message: str
-) -> None:
+def test_kinds_that_do_not_fit_the_heads(layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_layout(LLAMA, ParallelConfig(**parallel), {"*": AttentionOver(**builder)})
+        check_layout(LLAMA, ParallelConfig.parse(layout))
+    check_layout(LLAMA, ParallelConfig.parse(f"cp=4,{MIXED}"))
 
 
 def whole_batch() -> str:

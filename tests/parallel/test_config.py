@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from mcore_parallel import ParallelConfig, check_sequence
 from mcore_parallel.config import SHARDINGS
+from mcore_parallel.context import ContextKind
 
+KINDS = ("ring", "all-gather", "all-to-all", "two-level", "two-level:6")
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 CONFIGS = st.builds(
     ParallelConfig,
@@ -17,6 +19,7 @@ CONFIGS = st.builds(
     ep=SIZES,
     etp=st.none() | SIZES,
     sequence_parallel=st.booleans(),
+    context_kind=st.sampled_from(["ring", "all-to-all", "all-gather*2+two-level:1"]),
     order=st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),
     stage_layers=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
     sharding=st.sampled_from(SHARDINGS[1:]),
@@ -51,6 +54,14 @@ def test_text_and_back() -> None:
     assert text == "tp=2 pp=2 dp=1 sp"
 
 
+def test_layers_attend_over_the_context_axis_in_turn() -> None:
+    config = ParallelConfig.parse("cp=4,cp-kind=all-gather*2+two-level:4")
+    names = [str(config.context_kind_of(layer)) for layer in range(5)]
+    assert names == ["all-gather", "all-gather", "two-level:4", "all-gather", "all-gather"]
+    assert [kind.exchanging(12) for kind in map(ContextKind.parse, KINDS)] == [1, 1, 12, 2, 6]
+    ParallelConfig(context_kind="two-level:3")  # without a context axis there is nothing to cut
+
+
 @given(config=CONFIGS)
 def test_description_says_everything(config: ParallelConfig) -> None:
     back = ParallelConfig.parse(config.describe())
@@ -72,6 +83,10 @@ def test_description_says_everything(config: ParallelConfig) -> None:
         ("zero=0 replicas=2", "replicas = 2 with sharding none: .* sharding optimizer"),
         ("pp=2 zero=2 schedule=zb-h1", "sharding gradients with schedule zb-h1: .* 1f1b or gpipe"),
         ("tp=2 tp=4", "gives tp twice"),
+        ("cp-kind=al-gather", "'al-gather': did you mean 'all-gather'"),
+        ("cp-kind=two-level:x", "'two-level:x' is not of the form 'two-level:2'"),
+        ("cp-kind=ring*0", r"'ring\*0' is not of the form 'ring\*2'"),
+        ("cp=4 cp-kind=ring+two-level:3", "'two-level:3' over cp=4 .* one of 1, 2, 4"),
         ("tp=0", "tp must be a whole number of at least 1, not 0"),
     ],
 )

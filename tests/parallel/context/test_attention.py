@@ -25,13 +25,13 @@ from mcore_parallel.testing import RankPool
 
 D, DV = 4, 6
 KINDS = [
-    (2, "ring", None),
-    (2, "all-gather", None),
-    (2, "all-to-all", None),
-    (4, "ring", None),
-    (4, "all-gather", None),
-    (4, "all-to-all", None),
-    (4, "two-level", 2),
+    (2, "ring"),
+    (2, "all-gather"),
+    (2, "all-to-all"),
+    (4, "ring"),
+    (4, "all-gather"),
+    (4, "all-to-all"),
+    (4, "two-level"),
 ]
 # Windows below, at and above the length of a chunk, and one that spans several.
 MASKS = [(True, None), (False, None)]
@@ -102,12 +102,10 @@ def alone(problem: Problem) -> list[Tensor]:
     return [out.detach(), lse, *(x.grad for x in qkv if x.grad is not None)]
 
 
-def shared(
-    kind: str, inner: int | None, problems: list[Problem], device: str = "cpu"
-) -> list[list[Tensor]]:
+def shared(kind: str, problems: list[Problem], device: str = "cpu") -> list[list[Tensor]]:
     """The same of each problem, put together from the ranks of this world."""
     group = Group.world()
-    op = context_attention(kind, group, inner=inner)
+    op = context_attention(kind, group)
     found = []
     for problem in problems:
         split = SequenceSplit(bounds=problem.bounds(), size=group.size)
@@ -123,18 +121,18 @@ def shared(
         rows = len(results[0]) - extra
         assert not any(x[rows:].any() for x in (results[0], *results[2:]))  # of no document
         found.append([split.gather(x[:rows].contiguous(), group).cpu() for x in results])
-    group.split(inner).close() if inner else None
+    group.close()
     return found
 
 
 def check(
     ranks: RankPool,
-    kind: tuple[int, str, int | None],
+    kind: tuple[int, str],
     problems: list[Problem],
     device: str = "cpu",
 ) -> None:
-    world, name, inner = kind
-    for found in ranks.run(shared, world, name, inner, problems, device, device=device)[:1]:
+    world, name = kind
+    for found in ranks.run(shared, world, name, problems, device, device=device)[:1]:
         for problem, results in zip(problems, found, strict=True):
             tolerance = TOLERANCES[problem.dtype]
             names = ("out", "lse", "dq", "dk", "dv")
@@ -145,7 +143,7 @@ def check(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str, int | None]) -> None:
+def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str]) -> None:
     """U28's kind, at the operator: no gradient is off by a factor of cp."""
     problems = [
         Problem(masking=masking, lengths=lengths)
@@ -171,7 +169,7 @@ def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str, in
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", KINDS[:3], ids=str)
-def test_gpus_equal_one_process(ranks: RankPool, kind: tuple[int, str, int | None]) -> None:
+def test_gpus_equal_one_process(ranks: RankPool, kind: tuple[int, str]) -> None:
     problems = [
         Problem(masking=masking, lengths=lengths)
         for masking in ((True, None), (False, None), (True, 9), (False, 5))
@@ -180,9 +178,9 @@ def test_gpus_equal_one_process(ranks: RankPool, kind: tuple[int, str, int | Non
     check(ranks, kind, problems, device="cuda")
 
 
-def isolated(kind: str, inner: int | None, lengths: tuple[int, ...]) -> None:
+def isolated(kind: str, lengths: tuple[int, ...]) -> None:
     group = Group.world()
-    op = context_attention(kind, group, inner=inner)
+    op = context_attention(kind, group)
     for masking in ((True, None), (False, None), (True, 3), (False, 3)):
         problem = Problem(lengths=lengths, masking=masking)
         split = SequenceSplit(bounds=problem.bounds(), size=group.size)
@@ -201,19 +199,17 @@ def isolated(kind: str, inner: int | None, lengths: tuple[int, ...]) -> None:
             assert torch.equal(before[:start], after[:start])
             assert torch.equal(before[stop:], after[stop:])
             assert not torch.equal(before[start:stop], after[start:stop])
-    group.split(inner).close() if inner else None
+    group.close()
 
 
 @pytest.mark.parametrize("kind", KINDS[3:], ids=str)
-def test_packed_documents_do_not_see_each_other(
-    ranks: RankPool, kind: tuple[int, str, int | None]
-) -> None:
+def test_packed_documents_do_not_see_each_other(ranks: RankPool, kind: tuple[int, str]) -> None:
     """U29's and U41's kind: outputs and gradients of the other documents change by exactly 0."""
-    world, name, inner = kind
-    ranks.run(isolated, world, name, inner, (8, 16, 24))
+    world, name = kind
+    ranks.run(isolated, world, name, (8, 16, 24))
 
 
-def layers(inner: int) -> tuple[list[Tensor], list[Tensor]]:
+def layers(two_level: str) -> tuple[list[Tensor], list[Tensor]]:
     """Two layers of different kinds in one model: parameters' gradients, here and alone."""
 
     def run(ops: list[AttentionOp], x: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
@@ -235,7 +231,7 @@ def layers(inner: int) -> tuple[list[Tensor], list[Tensor]]:
     whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ops = [context_attention("ring", group), context_attention("all-to-all", group)]
     ops.append(context_attention("all-gather", group))
-    ops.append(context_attention("two-level", group, inner=inner))
+    ops.append(context_attention(two_level, group))
     mine = run(ops, split.take(whole, group.rank), split.local_bounds)
     want = run([TorchAttention()] * len(ops), whole, split.bounds)
     return [all_reduce(grad, group) for grad in mine], want
@@ -243,7 +239,7 @@ def layers(inner: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def test_layers_of_different_kinds_in_one_model(ranks: RankPool) -> None:
     """U28: parameters' gradients, summed over the group, are those of one process."""
-    for mine, want in ranks.run(layers, 2, 1) + ranks.run(layers, 2, 2):
+    for mine, want in ranks.run(layers, 2, "two-level:1") + ranks.run(layers, 2, "two-level"):
         torch.testing.assert_close(mine, want)
 
 
@@ -345,17 +341,18 @@ def test_what_cannot_be_shared_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"6 query and 2 kv heads .* over 4 ranks: use 2 or 6"):
         check_context_attention("all-to-all", 4, num_heads=6, num_kv_heads=2)
     with pytest.raises(ValueError, match=r"12 query and 3 kv heads .* over 4 ranks: use 3 or 6"):
-        check_context_attention("two-level", 8, num_heads=12, num_kv_heads=3, inner=4)
+        check_context_attention("two-level:4", 8, num_heads=12, num_kv_heads=3)
+    check_context_attention("two-level", 8, num_heads=12, num_kv_heads=2)
     check_context_attention("all-to-all", 6, num_heads=12, num_kv_heads=3)
     check_context_attention("ring", 5, num_heads=3, num_kv_heads=3)
     with pytest.raises(ValueError, match="did you mean 'all-gather'"):
         context_attention("allgather", four)
     with pytest.raises(
-        ValueError, match=r"over 4 ranks with inner=3: inner must be one of 1, 2, 4"
+        ValueError, match=r"'two-level:3' over cp=4 ranks: inner must be one of 1, 2, 4"
     ):
-        context_attention("two-level", four, inner=3)
-    with pytest.raises(ValueError, match="'ring' has no inner ranks, got inner=2"):
-        context_attention("ring", four, inner=2)
+        context_attention("two-level:3", four)
+    with pytest.raises(ValueError, match="'ring' has no inner ranks, got 2: use two-level:2"):
+        context_attention("ring:2", four)
     with pytest.raises(ValueError, match="no rings over every 3th"):
         RingAttention(four, stride=3)
     odd = Problem(lengths=(4, 3))

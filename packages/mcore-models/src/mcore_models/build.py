@@ -9,7 +9,6 @@ from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
-from mcore_models.common.attention import AttentionOver
 from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.config import ModelConfig
@@ -21,6 +20,7 @@ from mcore_parallel import (
     all_gather_object,
     initialise,
 )
+from mcore_parallel.context import check_context_attention
 
 DEFAULT_KEY = RngKey(0)
 """The seed of a model that was given none."""
@@ -102,10 +102,9 @@ def check_layout(
     tp, cp = parallel.tp, parallel.cp
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)
-    attention = (builders or {}).get("*", AttentionOver())
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
-        known = "*-E." if isinstance(attention, AttentionOver) else "-E."
+        known = "-E." if "*" in (builders or {}) else "*-E."
         whole = sorted(letters - set(known))
         if whole:
             names = " and ".join("Mamba-2" if x == "M" else f"the part {x!r}" for x in whole)
@@ -129,9 +128,21 @@ def check_layout(
         above = next((degree for degree in range(tp + 1, most + 1) if not bad(degree)), None)
         near = f"{below}" if above is None else f"{below} or {above}"
         raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
-    if cp > 1 and "*" in letters and isinstance(attention, AttentionOver):
-        attention.check(config, parallel)
+    if cp > 1:
+        _check_context(config, parallel)
     parallel.place_layers(config.num_layers)
+
+
+def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that the heads of a tensor-parallel rank suffice for its context-parallel ones."""
+    for index, letters in enumerate(config.layer_pattern):
+        if "*" in letters:
+            check_context_attention(
+                parallel.context_kind_of(index),
+                parallel.cp,
+                num_heads=config.num_heads // parallel.tp,
+                num_kv_heads=max(config.kv_heads // parallel.tp, 1),
+            )
 
 
 def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:

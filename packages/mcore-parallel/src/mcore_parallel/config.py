@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
+from mcore_parallel.context.kinds import ContextKind, parse_kinds
 from mcore_parallel.pipeline.actions import Line
 from mcore_parallel.pipeline.schedules import check_kind
 from mcore_parallel.stages import StageLayout, stage_layers
@@ -27,6 +28,7 @@ _EXAMPLES = {
     "bucket": 40_000_000,
     "schedule": "zb-h1",
     "zero": 1,
+    "cp-kind": "all-to-all",
 }
 _FIELDS = {
     "bucket": "bucket_size",
@@ -35,6 +37,7 @@ _FIELDS = {
     "last": "last_stage_layers",
     "zero": "sharding",
     "replicas": "replicas",
+    "cp-kind": "context_kind",
 }
 _KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
 
@@ -51,6 +54,8 @@ class ParallelConfig:
     tp, cp, pp, dp: sizes of the tensor, context, pipeline and data axis; dp None takes what the
     world leaves. ep, etp: expert view; etp None equals tp; the expert data axis takes the rest.
     sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
+    context_kind: how attention goes over the context axis, as `context.parse_kinds` reads it: a
+    kind for all layers, or several that the layers of the model use in turn.
     order: axes from the fastest varying (neighbouring ranks) to the slowest, for both views (ep has
     no place in the dense one, nor cp in the expert one); axes left out come last, in the order
     tp cp ep dp pp, and must have size 1.
@@ -77,6 +82,7 @@ class ParallelConfig:
     ep: int = 1
     etp: int | None = None
     sequence_parallel: bool = False
+    context_kind: str = "ring"
     order: str = "tp-cp-ep-dp-pp"
     schedule: str = "1f1b"
     chunks: int = 1
@@ -104,6 +110,9 @@ class ParallelConfig:
                 raise ValueError(
                     f"order {self.order!r} leaves out {axis}, which has size {getattr(self, axis)}"
                 )
+        for kind in parse_kinds(self.context_kind):
+            if self.cp > 1:
+                kind.exchanging(self.cp)
         self._check_pipeline()
         self._check_sharding()
 
@@ -158,6 +167,11 @@ class ParallelConfig:
             count_embedding=self.count_embedding,
             count_loss=self.count_loss,
         )
+
+    def context_kind_of(self, layer: int) -> ContextKind:
+        """Return how layer `layer` of the whole model attends over the context axis."""
+        kinds = parse_kinds(self.context_kind)
+        return kinds[layer % len(kinds)]
 
     @property
     def model_size(self) -> int:
@@ -226,10 +240,11 @@ class ParallelConfig:
         """Return the configuration that a short text describes, such as "tp=2,pp=2,sp".
 
         Items are separated by commas or blanks. Sizes: tp cp pp dp ep etp. Switches, alone or with
-        =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss.
-        Sharding over dp: zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters);
-        replicas=2 (of each share). Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and
-        last=4 (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
+        =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss. Sharding over dp:
+        zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters); replicas=2 (of each
+        share). Attention over cp: cp-kind=two-level:4, cp-kind=all-gather*5+ring (in turn).
+        Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and last=4
+        (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
         stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
         ValueError names the item.
         """
@@ -252,6 +267,7 @@ class ParallelConfig:
         items += [f"ep={self.ep}"] * (self.ep != 1)
         items += [f"etp={self.etp}"] * (self.etp not in (None, self.tp))
         items += ["sp"] * self.sequence_parallel
+        items += [f"cp-kind={self.context_kind}"] * (self.context_kind != default.context_kind)
         level = SHARDINGS.index(self.sharding)
         items += [f"zero={level}"] * (self.sharding != default.sharding)
         items += [f"replicas={self.replicas}"] * (self.replicas != 1)
@@ -344,8 +360,8 @@ def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
         raise ValueError(
             f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"
         )
-    if key in ("order", "schedule"):
-        return key, value
+    if key in ("order", "schedule", "cp-kind"):
+        return _FIELDS.get(key, key), value
     if key == "stages" and "L" in value:
         return "stage_layers", _counts_of(value)
     try:

@@ -1,19 +1,14 @@
 """Self-attention. T tokens, H hidden, D head size; Q query and K kv heads, those of this rank."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.config import ModelConfig
-from mcore_parallel import AttentionOp, Init, ParallelConfig
-from mcore_parallel.context import check_context_attention, context_attention
+from mcore_parallel import AttentionOp, Init
+from mcore_parallel.context import context_attention
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
-
-DEFAULT_KIND = "ring"
-"""How layers attend over context-parallel ranks unless they are told otherwise."""
 
 
 class Attention(nn.Module):
@@ -22,21 +17,13 @@ class Attention(nn.Module):
     Split over heads: the local weight holds this rank's q, k and v rows, whose global names are
     `attention.{q,k,v}.weight`; with fewer kv heads than ranks a kv head lies on several ranks.
     Communicates over the tensor-parallel group (Shoeybi et al., "Megatron-LM", 2019), and over the
-    context-parallel group, whose ranks hold shares of each document: `kind` and `inner` are those
-    of `mcore_parallel.context.context_attention` (see `AttentionOver`).
+    context-parallel group, whose ranks hold shares of each document, in the way that
+    `ParallelConfig.context_kind` gives this layer.
     """
 
     parallel = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        layer_index: int,
-        *,
-        kind: str = DEFAULT_KIND,
-        inner: int | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
         super().__init__()
         heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
         tp = build.tp.size
@@ -69,9 +56,8 @@ class Attention(nn.Module):
         self._shares = build.mesh.cp.size
         self._attention: AttentionOp = build.kernels.attention
         if self._shares > 1:
-            self._attention = context_attention(
-                kind, build.mesh.cp, build.kernels.attention, inner=inner
-            )
+            kind = build.mesh.config.context_kind_of(layer_index)
+            self._attention = context_attention(kind, build.mesh.cp, build.kernels.attention)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """[T, H] to [T, H]; with a cache in `context`, new tokens also see the cached ones.
@@ -114,47 +100,3 @@ class Attention(nn.Module):
             )
         if wanted > 1 and context.cache is not None:
             raise ValueError(f"keys and values cannot be cached over cp={wanted} ranks: use cp=1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOver:
-    """Builder of `Attention` that chooses how each layer attends over the context-parallel ranks.
-
-    Give it to `build_model` as `builders={"*": AttentionOver(…)}`. Without context parallelism it
-    changes nothing.
-
-    kinds: a name that `mcore_parallel.context.context_attention` knows, for all layers, or one for
-    each layer of the model, with or without attention. inner: of the layers that are two-level.
-    """
-
-    kinds: str | tuple[str, ...] = DEFAULT_KIND
-    inner: int | None = None
-
-    def __call__(self, config: ModelConfig, build: BuildContext, layer_index: int, /) -> Attention:
-        """See `Builder`."""
-        kind = self.kinds if isinstance(self.kinds, str) else self.kinds[layer_index]
-        return Attention(config, build, layer_index, kind=kind, inner=self._inner(kind))
-
-    def check(self, config: ModelConfig, parallel: ParallelConfig) -> None:
-        """Check that the ranks of `parallel`, whose tp fits, can share the heads in these ways.
-
-        Raises:
-            ValueError: one line with the nearest values that fit.
-        """
-        kinds = (self.kinds,) if isinstance(self.kinds, str) else self.kinds
-        if not isinstance(self.kinds, str) and len(kinds) != config.num_layers:
-            raise ValueError(
-                f"{len(kinds)} kinds of attention for {config.num_layers} layers: give one for "
-                f"each, or one for all"
-            )
-        for kind in dict.fromkeys(kinds):
-            check_context_attention(
-                kind,
-                parallel.cp,
-                num_heads=config.num_heads // parallel.tp,
-                num_kv_heads=max(config.kv_heads // parallel.tp, 1),
-                inner=self._inner(kind),
-            )
-
-    def _inner(self, kind: str) -> int | None:
-        return self.inner if kind == "two-level" else None

@@ -5,21 +5,12 @@
 that parameters see different rows on each rank: their gradients are summed over the group.
 """
 
-from mcore_parallel.context.gather import AllGatherAttention
-from mcore_parallel.context.heads import AllToAllAttention, check_heads
-from mcore_parallel.context.kinds import ContextKind, check_context_attention, context_attention
-from mcore_parallel.context.ring import RingAttention
-from mcore_parallel.context.split import DocumentPadding, SequenceSplit, padded_length
+# Names are added in _public.py; they are imported when the first of them is asked for.
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AllGatherAttention",
-    "AllToAllAttention",
-    "ContextKind",
-    "DocumentPadding",
-    "RingAttention",
-    "SequenceSplit",
-    "check_context_attention",
-    "check_heads",
-    "context_attention",
-    "padded_length",
-]
+from mcore_parallel._lazy import public_names
+
+if TYPE_CHECKING:
+    from mcore_parallel.context._public import *  # noqa: F403
+else:
+    __getattr__ = public_names(__name__)

@@ -15,36 +15,12 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.collectives import exchange
+from mcore_parallel.context.kinds import check_heads
 from mcore_parallel.context.local import LastPlan, document_order, local_documents
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionOp, TorchAttention
 
-__all__ = ["AllToAllAttention", "check_heads"]
-
-
-def check_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
-    """Check that `size` ranks can share the heads, as all-to-all attention does.
-
-    num_heads, num_kv_heads: of one tensor-parallel rank.
-
-    Raises:
-        ValueError: names the nearest sizes that can: `size` has to divide the query heads, and to
-            divide the kv heads or be divided by them (then a kv head goes to several ranks).
-    """
-
-    def fits(n: int) -> bool:
-        shared = num_kv_heads % n == 0 or n % num_kv_heads == 0
-        return num_heads % n == 0 and shared
-
-    if size < 1 or not fits(size):
-        valid = [n for n in range(1, num_heads + 1) if fits(n)]
-        below = [n for n in valid if n < size][-1:]
-        above = [n for n in valid if n > size][:1]
-        near = " or ".join(map(str, below + above))
-        raise ValueError(
-            f"all-to-all attention: {num_heads} query and {num_kv_heads} kv heads cannot be dealt "
-            f"out over {size} ranks: use {near}"
-        )
+__all__ = ["AllToAllAttention"]
 
 
 class AllToAllAttention:
