@@ -66,6 +66,18 @@ def test_one_rank_shows_the_members_of_its_groups(capsys: pytest.CaptureFixture[
     assert groups["edp_copies"] == ["2", "1", "5"]
 
 
+def test_parts_and_rings_of_two_level_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--world", "16", "--tp", "2", "--cp", "8", "--cp-kind", "ring+two-level+two-level:4"]
+    rows = {line.split()[0]: line.split()[1:] for line in run(capsys, *argv).splitlines() if line}
+    assert rows["cp_part/2"] == ["2", "8", "2", "0", "2"]
+    assert rows["cp_ring/2"] == ["4", "4", "4", "0", "4", "8", "12"]
+    assert rows["cp_ring/4"] == ["2", "8", "8", "0", "8"]
+    groups = json.loads(run(capsys, *argv, "--rank", "11", "--json"))["groups"]
+    assert groups["cp_part/4"] == [9, 11, 13, 15]
+    assert groups["cp_ring/4"] == [3, 11]
+    assert "cp_part" not in run(capsys, "--world", "4", "--cp", "2", "--cp-kind", "two-level")
+
+
 def test_layers_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--world", "4", "--pp", "4", "--layers", "30")
     assert "stage 0: layers 0-7 (8)\n" in text
@@ -116,6 +128,7 @@ def test_order(capsys: pytest.CaptureFixture[str]) -> None:
         ("--world 2 --pp 2 --first-layers 4", "--first-layers needs --layers"),
         ("--world 2 --pp 2 --schedule zb", "schedule 'zb': did you mean 'zb-v'?"),
         ("--world 2 --schedule zb-v", "chunks = 2 on pp = 1 stage: use pp ≥ 2"),
+        ("--world 8 --cp 8 --cp-kind two-level:3", "inner must be one of 1, 2, 4, 8"),
         ("--world 4 --order tp-xp", "order 'tp-xp' must name"),
         ("--world 0", "world size must be at least 1, not 0"),
     ],
@@ -175,7 +188,9 @@ def test_names_are_found_when_asked_for() -> None:
         from mcore_parallel.pipeline import gpip  # noqa: F401
 
 
-@pytest.mark.parametrize("package", [mcore_parallel, mcore_parallel.pipeline])
+@pytest.mark.parametrize(
+    "package", [mcore_parallel, mcore_parallel.context, mcore_parallel.pipeline]
+)
 def test_no_submodule_hides_a_public_name(package: ModuleType) -> None:
     """An imported submodule becomes an attribute, which would be found first."""
     assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & {

@@ -16,6 +16,7 @@ _AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 _SHARES = ("dp_shard", "dp_copies", "edp_shard", "edp_copies")
 _GROUPS = (*_AXES, "dp_cp", *_SHARES, "replica", "embedding", "world")
 _SHOWN = 8  # ranks of a group in the overview
+_CP_KIND = "attention over cp: ring, all-gather, all-to-all or two-level:N (default ring)"
 _CHUNKS = "virtual stages on each stage (default: 2 for interleaved and zb-v, else 1)"
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--world", type=int, required=True, metavar="N", help="number of ranks")
     add("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     add("--cp", type=int, default=1, help="context parallel size (default 1)")
+    add("--cp-kind", default="ring", metavar="KIND", help=_CP_KIND)
     add("--pp", type=int, default=1, help="pipeline parallel size (default 1)")
     add("--dp", type=int, help="data parallel size (default: what the world leaves)")
     add("--ep", type=int, default=1, help="expert parallel size (default 1)")
@@ -139,6 +141,7 @@ def _config(args: argparse.Namespace) -> ParallelConfig:
     return ParallelConfig(
         tp=args.tp,
         cp=args.cp,
+        context_kind=args.cp_kind,
         pp=args.pp,
         dp=args.dp,
         ep=args.ep,
@@ -179,20 +182,20 @@ def _default_chunks(kind: str, chunks: int | None) -> int:
 def _all_ranks(config: ParallelConfig) -> dict[str, Any]:
     dense, expert = config.dense_view(), config.expert_view()
     columns = {**dense.table(), **expert.table()}
-    axes = []
+    axes: list[dict[str, Any]] = []
+
+    def add(axis: str, first: list[int], spacing: int) -> None:
+        size, groups = len(first), dense.world_size // len(first)
+        row = {"axis": axis, "size": size, "groups": groups, "spacing": spacing, "first": first}
+        axes.append(row)
+
     for axis in _AXES:
         view = dense if axis in dense.axes else expert
-        size, stride = view.size(axis), view.stride(axis)
-        first = list(view.members(0, [axis]))
-        axes.append(
-            {
-                "axis": axis,
-                "size": size,
-                "groups": view.world_size // size,
-                "spacing": stride,
-                "first": first,
-            }
-        )
+        first, spacing = list(view.members(0, [axis])), view.stride(axis)
+        add(axis, first, spacing)
+        for size in config.context_parts if axis == "cp" else ():
+            add(f"cp_part/{size}", first[:size], spacing)
+            add(f"cp_ring/{size}", first[::size], spacing * size)
     return {"axes": axes, "ranks": {axis: columns[axis].tolist() for axis in _AXES}}
 
 
@@ -202,6 +205,9 @@ def _one_rank(config: ParallelConfig, world_size: int, rank: int) -> dict[str, A
     mesh = ParallelMesh.arithmetic(config, world_size=world_size, rank=rank)
     names = [name for name in _GROUPS if config.replicas > 1 or name not in _SHARES]
     groups = {name: list(getattr(mesh, name).ranks) for name in names}
+    for size, levels in mesh.cp_levels.items():
+        for name, group in zip(("cp_part", "cp_ring"), levels, strict=True):
+            groups[f"{name}/{size}"] = list(group.ranks)
     return {"rank": rank, "coords": mesh.coords, "groups": groups}
 
 
@@ -217,11 +223,12 @@ def _layout_lines(found: dict[str, Any]) -> list[str]:
         for name, ranks in found["groups"].items():
             lines.append(f"{name:<10}{len(ranks):>6}  {' '.join(map(str, ranks))}")
         return lines
-    lines += ["", f"{'axis':<5}{'size':>7}{'groups':>8}{'spacing':>9}  group of rank 0"]
+    width = max(len(row["axis"]) for row in found["axes"]) + 2
+    lines += ["", f"{'axis':<{width}}{'size':>7}{'groups':>8}{'spacing':>9}  group of rank 0"]
     for row in found["axes"]:
         first = " ".join(map(str, row["first"][:_SHOWN])) + " …" * (len(row["first"]) > _SHOWN)
         numbers = f"{row['size']:>7}{row['groups']:>8}{row['spacing']:>9}"
-        lines.append(f"{row['axis']:<5}{numbers}  {first}")
+        lines.append(f"{row['axis']:<{width}}{numbers}  {first}")
     lines += ["", f"{'rank':>7}" + "".join(f"{axis:>6}" for axis in _AXES)]
     columns = [found["ranks"][axis] for axis in _AXES]
     row = "{:>7}" + "{:>6}" * len(columns)

@@ -174,6 +174,13 @@ class ParallelConfig:
         return kinds[layer % len(kinds)]
 
     @property
+    def context_parts(self) -> tuple[int, ...]:
+        """Ranks of the parts into which two-level attention cuts the context axis, by size."""
+        kinds = (kind for kind in parse_kinds(self.context_kind) if kind.name == "two-level")
+        sizes = {kind.exchanging(self.cp) for kind in kinds} if self.cp > 1 else set()
+        return tuple(sorted(sizes - {1, self.cp}))
+
+    @property
     def model_size(self) -> int:
         """Ranks that hold one replica of the dense model and its sequence: tp × cp × pp."""
         return self.tp * self.cp * self.pp

@@ -96,6 +96,21 @@ class ParallelMesh:
         axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
         return {axis: getattr(self, axis).rank for axis in axes}
 
+    @property
+    def cp_levels(self) -> dict[int, tuple[Group, Group]]:
+        """The context axis as parts of neighbours, and rings over the parts, by ranks of a part.
+
+        For each of `config.context_parts` my part, over which heads are exchanged (made at the
+        first use, by all of its ranks together), and my ring: arithmetic, since its ranks send to
+        each other through `cp`.
+        """
+        cp, levels = self.cp, {}
+        for size in self.config.context_parts:
+            ring = cp.ranks[cp.rank % size :: size]
+            place = Group(cp.rank // size, len(ring), ring, None, f"{cp.name} ring")
+            levels[size] = cp.split(size), place
+        return levels
+
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> ParallelMesh:
         """Return the mesh of one rank, which needs no torch.distributed."""
