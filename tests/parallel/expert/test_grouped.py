@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.expert import SequentialLinear, grouped_linear
-from mcore_parallel.expert.permute import copies_in_order, in_order, inverse_of
 from mcore_parallel.pipeline import DeferredGradients
 
 COUNTS = [(2, 0, 3), (0, 0, 5), (1, 1, 1), (0, 0, 0)]
@@ -94,18 +93,3 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     for counts in ((2, 3), (2, 2, 2)):
         with pytest.raises(ValueError, match="3 numbers, one for each expert, that add up to 5"):
             grouped_linear(x, weight, None, counts, op=SequentialLinear())
-
-
-@pytest.mark.parametrize("rows", [0, 1, 4])
-def test_moving_rows_has_the_gradients_of_indexing(rows: int) -> None:
-    copies = 3
-    order = torch.randperm(rows * copies, generator=torch.Generator().manual_seed(1))
-    x = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
-    factors = torch.randn(rows * copies, 2, dtype=torch.float64)
-    moved = copies_in_order(x, copies, order, inverse_of(order))
-    assert torch.equal(moved, x[order // copies])
-    back = in_order(moved * factors, inverse_of(order), order)
-    assert torch.equal(back[order], moved * factors)
-    (grad,) = torch.autograd.grad(back.square().sum(), x)
-    (want,) = torch.autograd.grad((x[order // copies] * factors).square().sum(), x)
-    torch.testing.assert_close(grad, want)

@@ -54,13 +54,14 @@ def all_to_all_into(
     out_counts: Sequence[int],
     in_counts: Sequence[int],
     pg: dist.ProcessGroup,
-) -> None:
+    *,
+    async_op: bool = False,
+) -> Any:
     """Send `in_counts[r]` elements of `x` to each rank r, receive `out_counts[r]` into `out`."""
     sent, received = bits(x), bits(out)
     scale = 1 if x.dtype in _PLAIN else x.element_size()
-    dist.all_to_all_single(
-        received, sent, [n * scale for n in out_counts], [n * scale for n in in_counts], group=pg
-    )
+    splits = [n * scale for n in out_counts], [n * scale for n in in_counts]
+    return dist.all_to_all_single(received, sent, *splits, group=pg, async_op=async_op)
 
 
 def new_process_group(
@@ -125,7 +126,15 @@ def _without_bound_device(default: Any) -> Iterator[None]:
 
 
 def _default_timeout(backend: str) -> datetime.timedelta:
-    timeout: datetime.timedelta = c10d._get_default_timeout(dist.Backend(backend))
+    """The world's own timeout where it has this backend, else torch's."""
+    world: Any = c10d._get_default_group()
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    if backend == dist.get_backend():
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            timeout: datetime.timedelta = options._timeout
+            return timeout
+    timeout = c10d._get_default_timeout(dist.Backend(backend))
     return timeout
 
 

@@ -171,9 +171,8 @@ class MoE(nn.Module):
         """[T, H] to [T, H], or [T / tp, H] under sequence parallelism."""
         tokens = hidden if self._is_cut else take_share(hidden, self._tp)
         routing = self.router(tokens)
-        sent = self._dispatch(tokens, routing.experts)
-        outputs = sent.combine(self.experts(sent.rows, sent.counts))
-        out = (outputs * routing.weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        sent = self._dispatch(tokens, routing.experts, routing.weights).wait()
+        out = sent.combine(self.experts(sent.rows, sent.counts)).wait()
         auxiliary = context.auxiliary
         if auxiliary is not None and self.config.aux_loss_coefficient:
             share = auxiliary.counts.mean(self._balance_total(routing, context.batch))

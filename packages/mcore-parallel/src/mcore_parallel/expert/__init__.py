@@ -6,21 +6,12 @@ complete when every rank of a pipeline stage routes tokens of its own: ranks of 
 and ranks of `tp` do under sequence parallelism; without it `take_share` deals their tokens out.
 """
 
-from mcore_parallel.expert.dispatch import AllToAll, Dispatched, Dispatcher
-from mcore_parallel.expert.grouped import GroupedLinearOp, SequentialLinear, grouped_linear
-from mcore_parallel.expert.linear import ExpertColumnLinear, ExpertRowLinear
-from mcore_parallel.expert.share import join_shares, share_of, take_share
+# Names are added in _public.py; they are imported when the first of them is asked for.
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AllToAll",
-    "Dispatched",
-    "Dispatcher",
-    "ExpertColumnLinear",
-    "ExpertRowLinear",
-    "GroupedLinearOp",
-    "SequentialLinear",
-    "grouped_linear",
-    "join_shares",
-    "share_of",
-    "take_share",
-]
+from mcore_parallel._lazy import public_names
+
+if TYPE_CHECKING:
+    from mcore_parallel.expert._public import *  # noqa: F403
+else:
+    __getattr__ = public_names(__name__)

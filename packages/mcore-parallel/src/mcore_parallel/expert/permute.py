@@ -1,58 +1,141 @@
-"""Moving rows to other places, with gradients that are gathers too.
+"""Copies of tokens in the order of rows, and back: what a kernel may take over.
 
-An index that names each row once makes the gradient a gather by the inverse index. Autograd of
-plain indexing would add up instead, on a GPU in an order that differs from run to run.
-N tokens, k copies of each.
+An order names each row once, so that gradients are gathers too. Autograd of plain indexing would
+add up instead, on a GPU in an order that differs from run to run.
+N tokens, k copies of each, H their width, R rows; copy c is copy c % k of token c // k.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["copies_in_order", "in_order", "inverse_of"]
+__all__ = ["PermuteOp", "RowOrder", "TorchPermute"]
 
 
-def inverse_of(order: Tensor) -> Tensor:
-    """Return the permutation that undoes `order` [R]."""
-    places = torch.arange(order.numel(), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowOrder:
+    """Which copy stands in which row: both ways, int64.
 
+    order: the copy in each row [R]. places: the row of each copy [N·k]; -1 where it has none.
+    copies: k.
+    """
 
-def in_order(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return row order[i] of `x` [R, ...] at place i; `order` is a permutation."""
-    return cast(Tensor, _InOrder.apply(x, order, inverse))  # type: ignore[no-untyped-call]
+    order: Tensor
+    places: Tensor
+    copies: int
 
-
-def copies_in_order(x: Tensor, copies: int, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return [N·k, ...]: at place i copy number order[i], where copy c is row c // k of `x`."""
-    return cast(Tensor, _CopiesInOrder.apply(x, copies, order, inverse))  # type: ignore[no-untyped-call]
-
-
-class _InOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order)
+    def of(order: Tensor, size: int, copies: int = 1) -> RowOrder:
+        """The order of rows that are the copies `order` [R] of `size` = N·k, each at most once."""
+        rows = torch.arange(order.numel(), device=order.device)
+        nowhere = torch.full((size,), -1, dtype=torch.int64, device=order.device)
+        return RowOrder(order=order, places=nowhere.scatter_(0, order, rows), copies=copies)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every copy has a row."""
+        return self.order.numel() == self.places.numel()
+
+
+class PermuteOp(Protocol):
+    """Moves tokens to rows and back. With gradients; results are fresh tensors."""
+
+    def permute(self, x: Tensor, order: RowOrder) -> Tensor:
+        """Return the rows [R, H]: row r is the token of copy `order.order[r]`, of x [N, H]."""
+
+    def unpermute(
+        self,
+        rows: Tensor,
+        order: RowOrder,
+        weights: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return for each token the sum [N, H] of its rows, weighted by `weights` [N, k] if given.
+
+        rows [R, H]. Summed at the precision of rows and weights together, and returned in `dtype`
+        (default that of the rows). Copies that have no row add nothing, whatever their weight.
+        """
+
+
+class TorchPermute:
+    """`PermuteOp` by plain indexing."""
+
+    def permute(self, x: Tensor, order: RowOrder) -> Tensor:
+        """See `PermuteOp`."""
+        return cast(Tensor, _Permute.apply(x, order))  # type: ignore[no-untyped-call]
+
+    def unpermute(
+        self,
+        rows: Tensor,
+        order: RowOrder,
+        weights: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `PermuteOp`."""
+        dtype = dtype or rows.dtype
+        return cast(Tensor, _Unpermute.apply(rows, weights, order, dtype))  # type: ignore[no-untyped-call]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return x.index_select(0, _token_of_row(order))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, inverse = ctx.saved_tensors
-        return in_order(grad, inverse, order), None, None
+        return _sum_of_copies(_by_copy(grad, ctx.order), None), None
 
 
-class _CopiesInOrder(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.copies = copies
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order.div(copies, rounding_mode="floor"))
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, order: RowOrder, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
+        ctx.dtype = rows.dtype
+        return _sum_of_copies(_by_copy(rows, order), weights).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, inverse = ctx.saved_tensors
-        by_copy = in_order(grad, inverse, order)
-        by_row = by_copy.view(len(grad) // ctx.copies, ctx.copies, *grad.shape[1:])
-        return by_row.sum(1), None, None, None
+        rows, weights = ctx.saved_tensors
+        order: RowOrder = ctx.order
+        d_rows = d_weights = None
+        if ctx.needs_input_grad[0]:
+            d_rows = grad.index_select(0, _token_of_row(order))
+            if weights is not None:
+                d_rows = d_rows * weights.reshape(-1).index_select(0, order.order).unsqueeze(-1)
+            d_rows = d_rows.to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            products = _by_copy(rows, order) * grad.unsqueeze(1).to(weights.dtype)
+            d_weights = products.sum(-1).to(weights.dtype)
+        return d_rows, d_weights, None, None
+
+
+def _token_of_row(order: RowOrder) -> Tensor:
+    if order.copies == 1:
+        return order.order
+    return order.order.div(order.copies, rounding_mode="floor")
+
+
+def _by_copy(rows: Tensor, order: RowOrder) -> Tensor:
+    """The rows [N, k, ...] of all copies; zeros for those that have none."""
+    shape = (order.places.numel() // order.copies, order.copies, *rows.shape[1:])
+    if order.complete:
+        return rows.index_select(0, order.places).view(shape)
+    if not rows.shape[0]:
+        return rows.new_zeros(shape)
+    found = rows.index_select(0, order.places.clamp(min=0)).view(shape)
+    missing = (order.places < 0).view(*shape[:2], *[1] * (rows.dim() - 1))
+    return found.masked_fill(missing, 0)
+
+
+def _sum_of_copies(copies: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is not None:
+        copies = copies * weights.unsqueeze(-1)
+    return copies.squeeze(1) if copies.shape[1] == 1 else copies.sum(1)

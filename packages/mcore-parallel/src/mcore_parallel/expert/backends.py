@@ -1,0 +1,94 @@
+"""The dispatchers by name: those of this package, and those that others register.
+
+Importing this needs no torch, so that a configuration can be checked without it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcore_parallel.expert.dispatch import Dispatcher, DispatcherFactory
+    from mcore_parallel.expert.permute import PermuteOp
+    from mcore_parallel.group import Group
+
+__all__ = [
+    "DISPATCHERS",
+    "ENTRY_POINTS",
+    "check_dispatcher",
+    "dispatcher_factory",
+    "make_dispatcher",
+]
+
+DISPATCHERS = ("all-to-all", "all-gather")
+"""The dispatchers of this package."""
+
+ENTRY_POINTS = "mcore_parallel.dispatchers"
+"""The group of entry points in which packages register a `DispatcherFactory` under a name."""
+
+
+def check_dispatcher(name: str) -> None:
+    """Raise ValueError unless there is a dispatcher of this name, here or in a package installed.
+
+    Whether it can work here it says itself when it is made.
+    """
+    if name not in DISPATCHERS:
+        _registered(name)
+
+
+def dispatcher_factory(name: str) -> DispatcherFactory:
+    """Return the maker of the dispatchers of this name.
+
+    Raises:
+        ValueError: nobody has registered the name, or what registered it cannot be imported.
+    """
+    if name not in DISPATCHERS:
+        entry = _registered(name)
+        try:
+            found: DispatcherFactory = entry.load()
+        except ImportError as error:
+            raise ValueError(
+                f"dispatcher {name!r} is registered as {entry.value}, which cannot be imported: "
+                f"{error}"
+            ) from error
+        return found
+    if name == "all-gather":
+        from mcore_parallel.expert.all_gather import AllGather
+
+        return AllGather
+    from mcore_parallel.expert.all_to_all import AllToAll
+
+    return AllToAll
+
+
+def make_dispatcher(
+    name: str,
+    num_experts: int,
+    *,
+    ep: Group,
+    etp: Group,
+    permute: PermuteOp | None = None,
+    overlap: bool = True,
+) -> Dispatcher:
+    """Return a dispatcher by name; arguments as in `DispatcherFactory`.
+
+    Raises:
+        ValueError: there is none of this name, or it refuses.
+    """
+    from mcore_parallel.expert.permute import TorchPermute
+
+    factory = dispatcher_factory(name)
+    op = permute or TorchPermute()
+    return factory(num_experts, ep=ep, etp=etp, permute=op, overlap=overlap)
+
+
+def _registered(name: str) -> EntryPoint:
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in found:
+        return found[name]
+    known = ", ".join((*DISPATCHERS, *sorted(found)))
+    raise ValueError(
+        f"no dispatcher {name!r}: there are {known}; packages add theirs as entry points of the "
+        f"group {ENTRY_POINTS}"
+    )
