@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
+from mcore_parallel.expert.backends import check_dispatcher
 from mcore_parallel.pipeline.actions import Line
 from mcore_parallel.pipeline.schedules import check_kind
 from mcore_parallel.stages import StageLayout, stage_layers
@@ -29,6 +30,7 @@ _EXAMPLES = {
     "schedule": "zb-h1",
     "zero": 1,
     "cp-kind": "all-to-all",
+    "dispatch": "all-gather",
 }
 _FIELDS = {
     "bucket": "bucket_size",
@@ -38,6 +40,7 @@ _FIELDS = {
     "zero": "sharding",
     "replicas": "replicas",
     "cp-kind": "context_kind",
+    "dispatch": "dispatcher",
 }
 _KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
 
@@ -53,6 +56,8 @@ class ParallelConfig:
 
     tp, cp, pp, dp: sizes of the tensor, context, pipeline and data axis; dp None takes what the
     world leaves. ep, etp: expert view; etp None equals tp; the expert data axis takes the rest.
+    dispatcher: how tokens reach their experts: "all-to-all", "all-gather", or one that a package
+    registers (entry points `mcore_parallel.dispatchers`).
     sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
     context_kind: how attention goes over the context axis, as `context.parse_kinds` reads it: a
     kind for all layers, or several that the layers of the model use in turn.
@@ -72,7 +77,7 @@ class ParallelConfig:
     replicas: hybrid sharding; dp is replicas × the rest, shares are dealt out over the rest (× cp;
     edp likewise), and that many ranks hold each share.
     bucket_size: elements of a gradient bucket. overlap: reduce a bucket during the backward pass,
-    when its last gradient has arrived.
+    when its last gradient has arrived; let tokens travel to experts while others are computed.
     """
 
     tp: int = 1
@@ -81,6 +86,7 @@ class ParallelConfig:
     dp: int | None = None
     ep: int = 1
     etp: int | None = None
+    dispatcher: str = "all-to-all"
     sequence_parallel: bool = False
     context_kind: str = "ring"
     order: str = "tp-cp-ep-dp-pp"
@@ -115,6 +121,7 @@ class ParallelConfig:
                 kind.exchanging(self.cp)
         self._check_pipeline()
         self._check_sharding()
+        check_dispatcher(self.dispatcher)
 
     def _check_sharding(self) -> None:
         if self.sharding not in SHARDINGS:
@@ -250,6 +257,7 @@ class ParallelConfig:
         =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss. Sharding over dp:
         zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters); replicas=2 (of each
         share). Attention over cp: cp-kind=two-level:4, cp-kind=all-gather*5+ring (in turn).
+        Experts: dispatch=all-gather.
         Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and last=4
         (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
         stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
@@ -275,6 +283,7 @@ class ParallelConfig:
         items += [f"etp={self.etp}"] * (self.etp not in (None, self.tp))
         items += ["sp"] * self.sequence_parallel
         items += [f"cp-kind={self.context_kind}"] * (self.context_kind != default.context_kind)
+        items += [f"dispatch={self.dispatcher}"] * (self.dispatcher != default.dispatcher)
         level = SHARDINGS.index(self.sharding)
         items += [f"zero={level}"] * (self.sharding != default.sharding)
         items += [f"replicas={self.replicas}"] * (self.replicas != 1)
@@ -367,7 +376,7 @@ def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
         raise ValueError(
             f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"
         )
-    if key in ("order", "schedule", "cp-kind"):
+    if key in ("order", "schedule", "cp-kind", "dispatch"):
         return _FIELDS.get(key, key), value
     if key == "stages" and "L" in value:
         return "stage_layers", _counts_of(value)
