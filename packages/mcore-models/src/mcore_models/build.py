@@ -11,6 +11,7 @@ from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
 from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
+from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import (
@@ -20,7 +21,7 @@ from mcore_parallel import (
     all_gather_object,
     initialise,
 )
-from mcore_parallel.context import check_context_attention
+from mcore_parallel.context import check_context_attention, check_heads
 
 DEFAULT_KEY = RngKey(0)
 """The seed of a model that was given none."""
@@ -36,6 +37,7 @@ def build_model(
     builders: Mapping[str, Builder] | None = None,
     key: RngKey | None = DEFAULT_KEY,
     stage_layers: Sequence[int] | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> GPT:
     """This rank's part of the model, ready to use: the same weights under every layout.
 
@@ -49,6 +51,7 @@ def build_model(
         key: seed of the initial values; `None` leaves zeros, for a model about to be loaded.
         stage_layers: global indices of the layers held here, as one chunk; default the mesh's
             division.
+        recompute: what the backward pass computes again; default nothing.
 
     Ranks of a mesh with processes call it together: they compare what they build over
     `mesh.world`.
@@ -60,6 +63,8 @@ def build_model(
     mesh = ParallelMesh.single() if mesh is None else mesh
     device = mesh.device if device is None else torch.device(device)
     check_layout(config, mesh.config, builders)
+    recompute = recompute or RecomputeConfig()
+    recompute.check(config, mesh.config)
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
         target = Target.of(place, dtype=dtype, head_dim=config.head_size or None)
@@ -73,6 +78,7 @@ def build_model(
         device=torch.device("meta"),
         builders=dict(builders or {}),
         key=RngKey(0) if key is None else key,
+        recompute=recompute,
     )
     model = GPT(config, build, chunks)
     if device.type == "meta":
@@ -104,10 +110,9 @@ def check_layout(
     _check_experts(config, parallel)
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
-        known = "-E." if "*" in (builders or {}) else "*-E."
-        whole = sorted(letters - set(known))
+        whole = sorted(letters - set("*M-E.") | letters & set("*M") & set(builders or {}))
         if whole:
-            names = " and ".join("Mamba-2" if x == "M" else f"the part {x!r}" for x in whole)
+            names = " and ".join(f"the part {x!r}" for x in whole)
             raise ValueError(f"{names} cannot split documents over cp={cp} ranks: use cp=1")
     counts: dict[str, tuple[int, Callable[[int, int], bool]]] = {}
     if "*" in letters:
@@ -135,13 +140,18 @@ def check_layout(
 
 def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the heads of a tensor-parallel rank suffice for its context-parallel ones."""
+    mamba, tp, cp = config.mamba, parallel.tp, parallel.cp
+    if mamba is not None:
+        heads, groups = mamba.num_heads // tp, max(mamba.num_groups // tp, 1)
+        what = f"Mamba-2 over cp={cp}: {heads} heads and {groups} groups"
+        check_heads(heads, groups, cp, what=what + (f" (of tp={tp})" if tp > 1 else ""))
     for index, letters in enumerate(config.layer_pattern):
         if "*" in letters:
             check_context_attention(
                 parallel.context_kind_of(index),
-                parallel.cp,
-                num_heads=config.num_heads // parallel.tp,
-                num_kv_heads=max(config.kv_heads // parallel.tp, 1),
+                cp,
+                num_heads=config.num_heads // tp,
+                num_kv_heads=max(config.kv_heads // tp, 1),
             )
 
 

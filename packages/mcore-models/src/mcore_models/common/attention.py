@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.recompute import recomputed_attention
 from mcore_models.config import ModelConfig
 from mcore_parallel import AttentionOp, Init
 from mcore_parallel.context import context_attention
@@ -58,6 +59,8 @@ class Attention(nn.Module):
         if self._shares > 1:
             kind = build.mesh.config.context_kind_of(layer_index)
             self._attention = context_attention(kind, build.mesh.cp, build.kernels.attention)
+        if build.recompute.recomputes("core_attn"):
+            self._attention = recomputed_attention(self._attention)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """[T, H] to [T, H]; with a cache in `context`, new tokens also see the cached ones.
@@ -65,7 +68,7 @@ class Attention(nn.Module):
         Raises:
             ValueError: the batch is not this rank's share, or there is a cache for shares.
         """
-        self._check_shares(context)
+        context.check_shares(self._shares)
         rows: Tensor = self.qkv(hidden)
         heads = rows.view(rows.shape[0], -1, self.head_size)
         q, k, v = torch.split(heads, self._local_heads, dim=1)
@@ -90,13 +93,3 @@ class Attention(nn.Module):
         )
         out: Tensor = self.o(mixed.flatten(1))
         return out
-
-    def _check_shares(self, context: TokenContext) -> None:
-        here, wanted = context.batch.shares, self._shares
-        if here != wanted:
-            raise ValueError(
-                f"the batch is one of {here} shares of its documents and cp={wanted}: give each "
-                f"rank TokenBatch.share(cp.rank, {wanted}) of the whole"
-            )
-        if wanted > 1 and context.cache is not None:
-            raise ValueError(f"keys and values cannot be cached over cp={wanted} ranks: use cp=1")

@@ -5,6 +5,7 @@ T tokens, H hidden; under sequence parallelism a rank holds the hidden states [T
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
 from mcore_models.config import NO_PART, ModelConfig
 from mcore_parallel import gather_from_group, scatter_to_group
+from mcore_parallel.recompute import recompute, recompute_output
 
 _BUILDERS: dict[str, Builder] = {"*": Attention, "M": Mamba2, "-": MLP, "E": MoE}
 _PART_NAMES = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
@@ -48,12 +50,14 @@ def check_parts(config: ModelConfig, builders: Mapping[str, Builder]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A part and its norm by module name, and how the part is called."""
+    """A part and its norm by module name, how the part is called, and which are recomputed."""
 
     norm: str
     part: str
     takes_context: bool
     sees_all_tokens: bool
+    norm_again: bool
+    part_again: bool
 
 
 class Block(nn.Module):
@@ -101,21 +105,34 @@ class Block(nn.Module):
             part=name,
             takes_context=wants_context(part),
             sees_all_tokens=build.sequence_parallel and not parallel,
+            norm_again=build.recompute.recomputes("norm"),
+            part_again=build.recompute.recomputes(name),
         )
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """This layer's output, shaped like `hidden`."""
         for step in self._steps:
-            normed = self.get_submodule(step.norm)(hidden)
-            if step.sees_all_tokens:
-                normed = gather_from_group(normed, self._group, 0)
-            out = self._call_part(step, normed, context)
-            if step.sees_all_tokens:
-                out = scatter_to_group(out, self._group, 0)
+            norm = self.get_submodule(step.norm)
+            part = partial(self._run_part, step, context)
+            if context.cache is not None:  # its entries are made once
+                out = part(norm(hidden))
+            else:
+                if step.part_again:
+                    part = partial(recompute, part)
+                out = (
+                    recompute_output(norm, hidden, part) if step.norm_again else part(norm(hidden))
+                )
             if context.dropout is not None:
                 out = context.dropout(out, self.layer_index, step.part)
             hidden = hidden + out
         return hidden
+
+    def _run_part(self, step: _Step, context: TokenContext, normed: Tensor) -> Tensor:
+        """The part's output for this rank's hidden states."""
+        if not step.sees_all_tokens:
+            return self._call_part(step, normed, context)
+        out = self._call_part(step, gather_from_group(normed, self._group, 0), context)
+        return scatter_to_group(out, self._group, 0)
 
     def _call_part(self, step: _Step, normed: Tensor, context: TokenContext) -> Tensor:
         part = self.get_submodule(step.part)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mcore_kernels import Kernels
+from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.config import ModelConfig
 from mcore_parallel import Group, ParallelMesh, RngKey
 
@@ -28,6 +29,7 @@ class BuildContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     builders: "Mapping[str, Builder]" = field(default_factory=dict)
     key: RngKey = field(default_factory=lambda: RngKey(0))
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
     @property
     def tp(self) -> Group:

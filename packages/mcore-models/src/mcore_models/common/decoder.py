@@ -1,6 +1,7 @@
 """The stack of layers of one pipeline stage."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -8,18 +9,34 @@ from mcore_models.common.batch import TokenContext
 from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext
 from mcore_models.config import ModelConfig
+from mcore_parallel.recompute import recompute
 
 
 class Decoder(nn.ModuleDict):
-    """Layers keyed by their global index, so that module names are the model's global names."""
+    """Layers keyed by their global index, so that module names are the model's global names.
+
+    Layers that are recomputed as a whole (`RecomputeConfig`) run under `recompute`, and all-gather
+    their inputs over the tensor-parallel group where these are spread over it.
+    """
 
     def __init__(self, config: ModelConfig, build: BuildContext, layers: Iterable[int]) -> None:
         super().__init__({str(index): Block(config, build, index) for index in layers})
+        self._recompute = build.recompute
+        self._spread = build.tp if build.recompute.spread else None
 
     def forward(
         self, hidden: Tensor, context: TokenContext, layers: Iterable[int] | None = None
     ) -> Tensor:
         """Run the layers in order (all, or those given): hidden states [T, H] to [T, H]."""
-        for name in self if layers is None else map(str, layers):
+        names = list(self) if layers is None else list(map(str, layers))
+        if context.cache is not None:  # its entries are made once
+            return self._run(names, context, hidden)
+        for again, group in self._recompute.groups(names):
+            run = partial(self._run, group, context)
+            hidden = recompute(run, hidden, spread=self._spread) if again else run(hidden)
+        return hidden
+
+    def _run(self, names: list[str], context: TokenContext, hidden: Tensor) -> Tensor:
+        for name in names:
             hidden = self[name](hidden, context)
         return hidden
