@@ -13,6 +13,7 @@ from typing import Literal
 
 from mcore_kernels import KernelConfig
 from mcore_models import ModelConfig
+from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, check_sequence
 
 Precision = Literal["fp32", "bf16"]
@@ -211,6 +212,7 @@ class TrainConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     log: LogConfig = field(default_factory=LogConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     precision: Precision = "fp32"
     device: Device = "auto"
 
@@ -218,6 +220,7 @@ class TrainConfig:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
         _require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         check_sequence(self.parallel, self.data.seq_length)
+        self.recompute.check(self.model, self.parallel)
         model, data = self.model, self.data
         _require(
             model.position != "learned" or data.seq_length <= model.max_positions,

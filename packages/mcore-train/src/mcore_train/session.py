@@ -107,6 +107,7 @@ def build_session(
         kernels=config.kernels,
         dtype=_DTYPES[config.precision],
         key=RngKey(config.seed),
+        recompute=config.recompute,
     )
     buckets = GradientBuckets(dict(model.named_parameters()), model.specs(), mesh)
     optimizer = ShardedOptimizer(
