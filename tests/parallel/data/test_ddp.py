@@ -6,7 +6,7 @@ from torch import nn
 
 from mcore_parallel import Group, TensorLayout, param_specs
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.data import GradientBuckets, ShardedOptimizer, ddp
+from mcore_parallel.data import GradientBuckets, ShardedOptimizer, reduction
 from mcore_parallel.layout import Box, gather_all
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import one_f_one_b, run_schedule
@@ -157,13 +157,13 @@ def watch_reductions(overlap):
     model = Reordered()
     buckets = buckets_of(model, mesh)
     log = []
-    start = ddp.reduce_scatter_into
+    start = reduction.reduce_scatter_into
 
     def recorded(out, x, group):
         log.append("reduce")
         return start(out, x, group)
 
-    ddp.reduce_scatter_into = recorded
+    reduction.reduce_scatter_into = recorded
     try:
         model.a.register_full_backward_hook(lambda *_: log.append("a"))
         model.c.register_full_backward_hook(lambda *_: log.append("c"))
@@ -175,7 +175,7 @@ def watch_reductions(overlap):
         log.append("finish")
         buckets.finish()
     finally:
-        ddp.reduce_scatter_into = start
+        reduction.reduce_scatter_into = start
     return log
 
 

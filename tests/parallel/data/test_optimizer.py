@@ -18,7 +18,7 @@ from mcore_parallel.data import (
     flat,
     whole,
 )
-from mcore_parallel.data import optimizer as optimizer_module
+from mcore_parallel.data import buckets as buckets_module
 from mcore_parallel.layout import gather_all
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.spec import Init, ParamSpec
@@ -280,11 +280,11 @@ class Late:
         gather(*self.args).wait()
 
 
-gather = optimizer_module.all_gather_into
+gather = buckets_module.all_gather_into
 
 
 def train_with_late_gathers(lazy):
-    optimizer_module.all_gather_into = Late
+    buckets_module.all_gather_into = Late
     Late.log.clear()
     try:
         mesh = make_mesh()
@@ -301,7 +301,7 @@ def train_with_late_gathers(lazy):
         pending = len(optimizer._gathers)
         optimizer.wait()
     finally:
-        optimizer_module.all_gather_into = gather
+        buckets_module.all_gather_into = gather
     return [param.detach().clone() for param in model.parameters()], pending, list(Late.log)
 
 

@@ -2,93 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel.collectives import Work, all_gather_into
 from mcore_parallel.data.partition import Partition, Placement
+from mcore_parallel.data.share import Piece, Slot, sharding_groups, split_syncs
 from mcore_parallel.group import Group
-from mcore_parallel.layout import TensorLayout
 from mcore_parallel.mesh import ParallelMesh
-from mcore_parallel.spec import GradSync, ParamSpec
+from mcore_parallel.spec import ParamSpec
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slot:
-    """One parameter and where it lies in its bucket.
+class GradientBuffer:
+    """The gradients of one bucket: all of them while they are accumulated, and this rank's share.
 
-    name: its local name. index: its place in the order of registration. offset: its first element.
-    partial: ranges of the gradient to be summed over (parts of) the tensor-parallel group before
-    the bucket is reduced. tied: ranges to be summed over other groups, after it.
+    make: returns that many zeros. numel: of the whole; `owned` is the share of it.
+    With `kept` the share is a part of the whole, which is always there. Otherwise the whole has
+    memory only from the first gradient that is added to it until it has been reduced (`take`), and
+    the share is a buffer of its own.
     """
 
-    name: str
-    index: int
-    param: nn.Parameter
-    spec: ParamSpec
-    offset: int
-    partial: tuple[GradSync, ...]
-    tied: tuple[GradSync, ...]
+    def __init__(
+        self, make: Callable[[int], Tensor], numel: int, owned: slice, *, kept: bool
+    ) -> None:
+        self._make, self._numel, self.kept = make, numel, kept
+        self._whole = make(numel) if kept else None
+        if self._whole is None:
+            self.share = make(owned.stop - owned.start)
+        else:
+            self.share = self._whole[owned]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.param.numel()
+    def whole(self) -> Tensor:
+        """Return the gradients of the whole bucket, to add to; zero where they had no memory."""
+        if self._whole is None:
+            self._whole = self._make(self._numel)
+        return self._whole
 
-    @property
-    def stop(self) -> int:
-        """One past its last element in the bucket."""
-        return self.offset + self.numel
+    def take(self) -> Tensor:
+        """Return the whole; unless it is kept, the next gradients go into a new one."""
+        whole = self.whole()
+        if not self.kept:
+            self._whole = None
+        return whole
 
-    def range_of(self, sync: GradSync) -> tuple[int, int]:
-        """Return the range of the bucket that `sync` names."""
-        stop = self.numel if sync.stop is None else sync.stop
-        return self.offset + sync.start, self.offset + stop
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """The part of a parameter that lies in this rank's shard.
-
-    start, stop: the range of the flattened parameter. at: where it starts in the bucket.
-    layout: of that 1-D range, with every replica counted, those of data parallelism too.
-    """
-
-    slot: Slot
-    start: int
-    stop: int
-    at: int
-    layout: TensorLayout
-
-    @property
-    def end(self) -> int:
-        """One past its last element in the bucket."""
-        return self.at + self.stop - self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the whole parameter."""
-        return self.stop - self.start == self.slot.numel
+    def zero(self) -> None:
+        """Set everything to zero, or forget it."""
+        if self.kept:
+            self.whole().zero_()
+        else:
+            self._whole = None
+            self.share.zero_()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
-    """Parameters of one dtype whose gradients are reduced over one group as one buffer.
+    """Parameters of one dtype whose gradients are reduced as one buffer. A `Share`.
 
-    grads: gradients in fp32 (fp64 for fp64 parameters), of which only the own shard is meaningful
-    after the reduction. values: the parameters, which are views of it. sharded: whether each rank
-    of `group` owns one shard (else every rank owns all). deferred: whether it waits for other sums
-    until the end of the backward pass.
+    shard: the ranks each of which owns one shard; size 1: this one owns all. copies: the ranks that
+    own the same. gradients: in fp32 (fp64 for fp64 parameters). values: the parameters, which are
+    views of it. deferred: whether it waits for other sums until the end of the backward pass.
     """
 
     slots: tuple[Slot, ...]
-    group: Group
-    sharded: bool
+    shard: Group
+    copies: Group
     deferred: bool
     placement: Placement
-    grads: Tensor
+    gradients: GradientBuffer
     values: Tensor
     pieces: tuple[Piece, ...] = field(init=False)
 
@@ -98,21 +82,29 @@ class Bucket:
     @property
     def owned(self) -> tuple[int, int]:
         """The range of the bucket that this rank owns."""
-        shard = self.placement.shard_numel
-        start = shard * self.group.rank if self.sharded else 0
-        return start, start + shard
+        return _owned(self.placement, self.shard)
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether no parameter is cut by a shard's border."""
+        return self.placement.keeps_shape
 
     @property
     def owned_grads(self) -> Tensor:
         """This rank's shard of the gradients (a view)."""
-        start, stop = self.owned
-        return self.grads[start:stop]
+        return self.gradients.share
 
     @property
     def owned_values(self) -> Tensor:
         """This rank's shard of the parameters (a view)."""
         start, stop = self.owned
         return self.values[start:stop]
+
+    def gather(self) -> Work | None:
+        """Start gathering the shards of the parameters, over `shard`."""
+        if self.shard.size == 1:
+            return None
+        return all_gather_into(self.values, self.owned_values, self.shard)
 
     def _pieces(self) -> Iterator[Piece]:
         first, last = self.owned
@@ -121,9 +113,7 @@ class Bucket:
             if start >= stop:
                 continue
             a, b = start - slot.offset, stop - slot.offset
-            layout = slot.spec.layout
-            if not self.sharded:
-                layout = layout.replicated(self.group.rank, self.group.size)
+            layout = slot.spec.layout.replicated(self.copies.rank, self.copies.size)
             yield Piece(slot=slot, start=a, stop=b, at=start, layout=layout.flat_range(a, b))
 
 
@@ -145,7 +135,7 @@ def make_buckets(
     closed: list[list[Slot]] = []
     for index, name in reversed(list(enumerate(params))):
         param, spec = params[name], specs[name]
-        partial, tied = _syncs(spec, mesh)
+        partial, tied = split_syncs(spec, mesh)
         slot = Slot(
             name=name, index=index, param=param, spec=spec, offset=0, partial=partial, tied=tied
         )
@@ -160,34 +150,30 @@ def make_buckets(
     return [_make_bucket(slots, mesh, partition) for slots in closed]
 
 
-def reduction_group(spec: ParamSpec, mesh: ParallelMesh) -> Group:
-    """Return the group over which the gradient of such a parameter is summed."""
-    return mesh.edp if spec.expert else mesh.dp_cp
-
-
-def _syncs(
-    spec: ParamSpec, mesh: ParallelMesh
-) -> tuple[tuple[GradSync, ...], tuple[GradSync, ...]]:
-    syncs = [sync for sync in spec.grad_sync if sync.group.size > 1]
-    within = [set(sync.group.ranks) <= {*mesh.tp.ranks, *mesh.etp.ranks} for sync in syncs]
-    partial = tuple(sync for sync, inside in zip(syncs, within, strict=True) if inside)
-    tied = tuple(sync for sync, inside in zip(syncs, within, strict=True) if not inside)
-    return partial, tied
-
-
 def _is_deferred(slot: Slot) -> bool:
     return bool(slot.partial or slot.tied)
 
 
+def _owned(placement: Placement, shard: Group) -> tuple[int, int]:
+    start = placement.shard_numel * shard.rank
+    return start, start + placement.shard_numel
+
+
 def _make_bucket(slots: list[Slot], mesh: ParallelMesh, partition: Partition) -> Bucket:
     first = slots[0]
-    group = reduction_group(first.spec, mesh)
-    sharded = mesh.config.sharding != "none" and group.size > 1
-    num_shards = group.size if sharded else 1
-    placement = partition([slot.numel for slot in slots], num_shards)
-    numel = placement.shard_numel * num_shards
+    shard, copies = sharding_groups(first.spec, mesh)
+    placement = partition([slot.numel for slot in slots], shard.size)
+    numel = placement.shard_numel * shard.size
     values = torch.zeros(numel, dtype=first.param.dtype, device=first.param.device)
-    grads = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    deferred = _is_deferred(first)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    gradients = GradientBuffer(
+        partial(torch.zeros, dtype=dtype, device=values.device),
+        numel,
+        slice(*_owned(placement, shard)),
+        # What waits for other sums is summed once, at the end.
+        kept=deferred or mesh.config.sharding in ("none", "optimizer"),
+    )
     placed = []
     for slot, offset in zip(slots, placement.offsets, strict=True):
         within, shape = slice(offset, offset + slot.numel), slot.param.shape
@@ -195,15 +181,20 @@ def _make_bucket(slots: list[Slot], mesh: ParallelMesh, partition: Partition) ->
             values[within] = slot.param.flatten()
         slot.param.data = values[within].view(shape)
         # Layers that compute weight gradients themselves add them here.
-        slot.param.main_grad = grads[within].view(shape)  # type: ignore[attr-defined]
+        view = partial(_view, gradients, within, shape)
+        slot.param.main_grad = view() if gradients.kept else view  # type: ignore[attr-defined]
         slot.param.grad_added_to_main = False  # type: ignore[attr-defined]
         placed.append(replace(slot, offset=offset))
     return Bucket(
         slots=tuple(placed),
-        group=group,
-        sharded=sharded,
-        deferred=_is_deferred(first),
+        shard=shard,
+        copies=copies,
+        deferred=deferred,
         placement=placement,
-        grads=grads,
+        gradients=gradients,
         values=values,
     )
+
+
+def _view(gradients: GradientBuffer, within: slice, shape: torch.Size) -> Tensor:
+    return gradients.whole()[within].view(shape)

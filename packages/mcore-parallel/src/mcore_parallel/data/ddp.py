@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.collectives import Work, all_reduce_, reduce_scatter_into
-from mcore_parallel.data.buckets import Bucket, Slot, make_buckets
+from mcore_parallel.collectives import all_reduce_
+from mcore_parallel.data.buckets import make_buckets
+from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.data.partition import Partition, flat
+from mcore_parallel.data.reduction import Reduction, sum_copies
+from mcore_parallel.data.share import Share, Slot, grads_of, reduction_group
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor
 from mcore_parallel.mesh import ParallelMesh
@@ -22,14 +25,14 @@ from mcore_parallel.spec import GradSync, ParamSpec
 class GradientBuckets:
     """The gradients of some parameters: accumulated in fp32, then summed over the ranks.
 
-    Parameters become views of flat buffers, and get an attribute `main_grad`, a view of another.
-    When backward has accumulated a gradient, a hook adds it to `main_grad` and drops `.grad`; a
-    layer that adds its weight gradient to `main_grad` itself sets `grad_added_to_main` to True and
-    hands autograd any tensor of the right shape.
+    Parameters become views of flat buffers, and `data.main_grad(parameter)` is a view of another.
+    When backward has accumulated a gradient, a hook adds it there and drops `.grad`; a layer that
+    adds its weight gradient to it itself sets `parameter.grad_added_to_main` to True and hands
+    autograd any tensor of the right shape.
 
     Dense parameters are summed over `mesh.dp_cp`, expert ones over `mesh.edp`; nothing is divided
-    (divide the loss by the global number of tokens). With `mesh.config.sharding` each rank
-    gets the sum of its own shard only. A step is
+    (divide the loss by the global number of tokens). With `mesh.config.sharding` each rank gets the
+    sum of its own shard only. A step is
 
         buckets.zero()
         with buckets.no_sync():
@@ -42,9 +45,16 @@ class GradientBuckets:
     it, in `finish()`. The sums are bitwise the same, because the same buckets are reduced in the
     same order on every rank. A parameter that got no gradient counts as zero.
 
+    With sharding "gradients" a rank keeps the sums of its shards only: every backward pass is
+    reduced, inside `no_sync()` too, and so every rank makes equally many. Buckets that wait for
+    other sums (see `ParamSpec.grad_sync`) stay whole until `finish()`.
+
     params: by local name, in order of registration; those that need no gradient are only kept for
     checkpoints (`frozen`). specs: of all of them. partition: `flat` or `whole`.
-    ValueError when a parameter has no spec or one of another shape.
+
+    Raises:
+        ValueError: a parameter has no spec or one of another shape; or parameters are to be
+            sharded, which takes `data_parallel`.
     """
 
     def __init__(
@@ -55,36 +65,44 @@ class GradientBuckets:
         *,
         partition: Partition = flat,
     ) -> None:
-        for name, param in params.items():
-            if name not in specs:
-                raise ValueError(f"parameter {name} has no spec")
-            if specs[name].layout.shape != tuple(param.shape):
-                raise ValueError(
-                    f"parameter {name} has shape {list(param.shape)}, its spec "
-                    f"{list(specs[name].layout.shape)}"
-                )
+        check_specs(params, specs)
+        self._check_sharding(mesh)
         self.mesh = mesh
         self.specs = dict(specs)
-        self.frozen = {name: param for name, param in params.items() if not param.requires_grad}
+        self._params = dict(params)
         trained = {name: param for name, param in params.items() if param.requires_grad}
         self.buckets = tuple(make_buckets(trained, specs, mesh, partition))
         self.finished = False
         self._sync = True
         self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
-        self._works: list[Work] = []  # of the buckets whose reduction has started, in order
+        # So many buckets, the first ones, are reduced in every backward pass.
+        self._num_passing = sum(not bucket.gradients.kept for bucket in self.buckets)
+        self._started = 0  # buckets whose reduction has started, in order
+        self._under_way: list[Reduction] = []
         self._hooks = [
             slot.param.register_post_accumulate_grad_hook(self._hook(i, slot))  # type: ignore[no-untyped-call]
             for i, bucket in enumerate(self.buckets)
             for slot in bucket.slots
         ]
 
+    @staticmethod
+    def _check_sharding(mesh: ParallelMesh) -> None:
+        if mesh.config.sharding == "parameters":
+            raise ValueError(
+                "sharding parameters changes the modules that use them: call "
+                "data_parallel(model, …) in place of GradientBuckets(parameters, …)"
+            )
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What this rank owns, in the order in which gradients are expected."""
+        return self.buckets
+
     def zero(self) -> None:
         """Set all gradients to zero and begin a new accumulation."""
-        for work in self._works:
-            work.wait()  # an accumulation that was given up may still be under way
-        self._works.clear()
+        self._finish_reductions()  # an accumulation that was given up may still be under way
         for bucket, missing in zip(self.buckets, self._missing, strict=True):
-            bucket.grads.zero_()
+            bucket.gradients.zero()
             missing.update(slot.name for slot in bucket.slots)
         self.finished = False
 
@@ -94,6 +112,7 @@ class GradientBuckets:
         before, self._sync = self._sync, False
         try:
             yield
+            self._end_backward()
         finally:
             self._sync = before
 
@@ -116,24 +135,28 @@ class GradientBuckets:
         deferred = [bucket for bucket in self.buckets if bucket.deferred]
         self._start_up_to(len(self.buckets) - len(deferred))
         _sum_ranges(
-            (sync.group, slot.spec, sync, bucket.grads[slice(*slot.range_of(sync))])
+            (sync.group, slot.spec, sync, bucket.gradients.whole()[slice(*slot.range_of(sync))])
             for bucket in deferred
             for slot in bucket.slots
             for sync in slot.partial
         )
         self._start_up_to(len(self.buckets))
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self._finish_reductions()
+        for work in [sum_copies(bucket) for bucket in self.buckets]:
+            if work is not None:
+                work.wait()
+        self._sum_owned()
+        self.finished = True
+
+    def _sum_owned(self) -> None:
         # After the reduction, since then both copies of a tied parameter add the same two numbers,
         # whatever order the reduction added in.
         _sum_ranges(
-            (sync.group, slot.spec, sync, _owned_part(bucket, *slot.range_of(sync)))
-            for bucket in deferred
+            (sync.group, slot.spec, sync, grads_of(bucket, *slot.range_of(sync)))
+            for bucket in self.buckets
             for slot in bucket.slots
             for sync in slot.tied
         )
-        self.finished = True
 
     def gradients(self) -> dict[str, LayoutTensor]:
         """Return this rank's part of the summed gradients, as views, by local key.
@@ -143,11 +166,29 @@ class GradientBuckets:
         self.require_finished("gradients()")
         return {
             f"grad/{piece.slot.name}": LayoutTensor(
-                bucket.grads[piece.at : piece.end], piece.layout.renamed(lambda n: f"grad/{n}")
+                grads_of(share, piece.at, piece.end), piece.layout.renamed(lambda n: f"grad/{n}")
             )
-            for bucket in self.buckets
-            for piece in bucket.pieces
+            for share in self.shares
+            for piece in share.pieces
         }
+
+    def parameters(self) -> dict[str, LayoutTensor]:
+        """Return what this rank holds of every parameter between steps, as views, by local name.
+
+        In the dtype in which they are stored; replicas over data parallelism are counted. Wait for
+        the optimizer first (`ShardedOptimizer.wait`).
+        """
+        found = {}
+        for name, param in self._params.items():
+            group = reduction_group(self.specs[name], self.mesh)
+            layout = self.specs[name].layout.replicated(group.rank, group.size)
+            found[name] = LayoutTensor(param.detach(), layout)
+        return found
+
+    def frozen(self) -> dict[str, LayoutTensor]:
+        """Return those `parameters()` that are not trained."""
+        fixed = {name for name, param in self._params.items() if not param.requires_grad}
+        return {name: held for name, held in self.parameters().items() if name in fixed}
 
     def require_finished(self, what: str) -> None:
         """Raise RuntimeError unless the gradients are summed."""
@@ -167,7 +208,10 @@ class GradientBuckets:
         def accumulate(param: Tensor) -> None:
             if param.grad is None and not param.grad_added_to_main:  # type: ignore[attr-defined]
                 return  # the operator keeps it for later (`DeferredGradients`), or there is none
-            if self.finished or index < len(self._works):
+            passing = index < self._num_passing
+            if passing and slot.name not in self._missing[index]:
+                self._end_backward()  # a second gradient: another backward pass has begun
+            if self.finished or index < self._started:
                 raise RuntimeError(
                     f"a gradient of {slot.name} arrived after its bucket was reduced: call zero() "
                     f"before a new step, and all but the last backward inside no_sync()"
@@ -176,19 +220,28 @@ class GradientBuckets:
                 param.grad_added_to_main = False  # type: ignore[attr-defined]
             else:
                 assert param.grad is not None
-                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+                main_grad(param).add_(param.grad)
             param.grad = None
-            if self._sync:
+            if self._sync or passing:
                 self._missing[index].discard(slot.name)
                 if self.mesh.config.overlap:
                     self._start_complete()
 
         return accumulate
 
+    def _end_backward(self) -> None:
+        """Reduce the gradients of which only shards are kept, and expect them again."""
+        if self.finished or not self._num_passing:
+            return
+        self._start_up_to(self._num_passing)
+        self._started = 0
+        for bucket, missing in zip(self.buckets[: self._num_passing], self._missing, strict=False):
+            missing.update(slot.name for slot in bucket.slots)
+
     def _start_complete(self) -> None:
         # Strictly in order: a rank on which some parameter got no gradient, or got it in another
         # order, still makes the same calls in the same order as the others.
-        stop = len(self._works)
+        stop = self._started
         while (
             stop < len(self.buckets) and not self.buckets[stop].deferred and not self._missing[stop]
         ):
@@ -196,18 +249,31 @@ class GradientBuckets:
         self._start_up_to(stop)
 
     def _start_up_to(self, stop: int) -> None:
-        for bucket in self.buckets[len(self._works) : stop]:
-            if bucket.sharded:
-                work = reduce_scatter_into(bucket.owned_grads, bucket.grads, bucket.group)
-            else:
-                work = all_reduce_(bucket.grads, bucket.group)
-            self._works.append(work)
+        for bucket in self.buckets[self._started : stop]:
+            self._under_way.append(Reduction(bucket))
+            for earlier in self._under_way[:-1]:
+                if earlier.has_two_parts:
+                    earlier.go_on()
+            self._under_way = [reduction for reduction in self._under_way if not reduction.is_done]
+        self._started = max(self._started, stop)
+
+    def _finish_reductions(self) -> None:
+        for reduction in self._under_way:
+            reduction.finish()
+        self._under_way.clear()
+        self._started = 0
 
 
-def _owned_part(bucket: Bucket, start: int, stop: int) -> Tensor:
-    first, last = bucket.owned
-    start, stop = max(start, first), min(stop, last)
-    return bucket.grads[start : max(start, stop)]
+def check_specs(params: Mapping[str, nn.Parameter], specs: Mapping[str, ParamSpec]) -> None:
+    """Check that every parameter has a spec of its shape; ValueError."""
+    for name, param in params.items():
+        if name not in specs:
+            raise ValueError(f"parameter {name} has no spec")
+        if specs[name].layout.shape != tuple(param.shape):
+            raise ValueError(
+                f"parameter {name} has shape {list(param.shape)}, its spec "
+                f"{list(specs[name].layout.shape)}"
+            )
 
 
 def _sum_ranges(ranges: Iterable[tuple[Group, ParamSpec, GradSync, Tensor]]) -> None:

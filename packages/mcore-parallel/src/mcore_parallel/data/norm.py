@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.collectives import all_gather_object, all_reduce
-from mcore_parallel.data.buckets import Bucket, Piece
 from mcore_parallel.data.ddp import GradientBuckets
+from mcore_parallel.data.share import Piece, Share, grads_of
 
 _STRETCH = 1 << 16
 
 
-def counted_views(bucket: Bucket) -> list[Tensor]:
+def counted_views(share: Share) -> list[Tensor]:
     """Return views of this rank's gradients that together count, over all ranks, everything once.
 
     Only first replicas count, and no padding. Neighbours are joined where all of both counts (what
     lies between them is zero), so that there are few.
     """
     views: list[Tensor] = []
-    start = stop = bucket.owned[0]
-    for piece in sorted(bucket.pieces, key=lambda piece: piece.at):
+    start = stop = share.owned[0]
+    for piece in sorted(share.pieces, key=lambda piece: piece.at):
         layout = piece.layout.primary()
         if layout.covered == layout.numel:
             stop = piece.end
             continue
-        views.append(bucket.grads[start:stop])
-        views += (view for _, view in layout.views(bucket.grads[piece.at : piece.end]))
+        views.append(grads_of(share, start, stop))
+        views += (view for _, view in layout.views(grads_of(share, piece.at, piece.end)))
         start = stop = piece.end
-    views.append(bucket.grads[start:stop])
+    views.append(grads_of(share, start, stop))
     return [view for view in views if view.numel()]
 
 
@@ -103,20 +103,20 @@ def first_nonfinite(buckets: GradientBuckets) -> NonFinite | None:
     Equal on every rank. Communicates over mesh.world.
     """
     mesh = buckets.mesh
-    pieces = [(bucket, piece) for bucket in buckets.buckets for piece in bucket.pieces]
+    pieces = [(share, piece) for share in buckets.shares for piece in share.pieces]
     found: tuple[tuple[int, int, int, int], NonFinite] | None = None
-    for bucket, piece in sorted(pieces, key=lambda entry: entry[1].slot.index):
-        if torch.isfinite(bucket.grads[piece.at : piece.end]).all():
+    for share, piece in sorted(pieces, key=lambda entry: entry[1].slot.index):
+        if torch.isfinite(grads_of(share, piece.at, piece.end)).all():
             continue
         place = mesh.pp.rank, piece.slot.index, piece.start, mesh.world.rank
-        found = place, _describe(bucket, piece, mesh.world.ranks[mesh.world.rank])
+        found = place, _describe(share, piece, mesh.world.ranks[mesh.world.rank])
         break
     everywhere = [entry for entry in all_gather_object(found, mesh.world) if entry is not None]
     return min(everywhere, key=lambda entry: entry[0])[1] if everywhere else None
 
 
-def _describe(bucket: Bucket, piece: Piece, rank: int) -> NonFinite:
-    grads = bucket.grads[piece.at : piece.end]
+def _describe(share: Share, piece: Piece, rank: int) -> NonFinite:
+    grads = grads_of(share, piece.at, piece.end)
     for fragment, view in piece.layout.views(grads):
         bad = int((~torch.isfinite(view)).sum())
         if bad:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.collectives import Work, all_gather_into
-from mcore_parallel.data.buckets import Piece, reduction_group
+from mcore_parallel.collectives import Work
 from mcore_parallel.data.ddp import GradientBuckets
 from mcore_parallel.data.norm import (
     NonFinite,
@@ -18,6 +17,7 @@ from mcore_parallel.data.norm import (
     global_norm,
 )
 from mcore_parallel.data.shard import HyperRule, Shard, decay
+from mcore_parallel.data.share import Piece
 from mcore_parallel.layout import LayoutTensor
 from mcore_parallel.protocols import UpdateRule
 
@@ -46,8 +46,8 @@ class ShardedOptimizer:
         self.rule = rule
         self.step_count = 0
         hyper = hyper or decay(0.0)
-        self._shards = [Shard(bucket, rule, hyper) for bucket in buckets.buckets]
-        self._counted = [view for bucket in buckets.buckets for view in counted_views(bucket)]
+        self._shards = [Shard(share, rule, hyper) for share in buckets.shares]
+        self._counted = [view for share in buckets.shares for view in counted_views(share)]
         self._gathers: dict[int, Work] = {}  # by bucket: what `wait` still has to wait for
         self._lazy: set[int] = set()  # buckets that modules wait for themselves
 
@@ -98,8 +98,8 @@ class ShardedOptimizer:
             return
         home = {
             id(slot.param): index
-            for index, bucket in enumerate(self.buckets.buckets)
-            for slot in bucket.slots
+            for index, share in enumerate(self.buckets.shares)
+            for slot in share.slots
         }
         covered: set[int] = set()
         for module in modules:
@@ -108,8 +108,8 @@ class ShardedOptimizer:
             module.register_forward_pre_hook(self._waiter(used))
         self._lazy |= {
             index
-            for index, bucket in enumerate(self.buckets.buckets)
-            if all(id(slot.param) in covered for slot in bucket.slots)
+            for index, share in enumerate(self.buckets.shares)
+            if all(id(slot.param) in covered for slot in share.slots)
         }
 
     def wait(self) -> None:
@@ -132,11 +132,10 @@ class ShardedOptimizer:
             for piece, tensors in shard.tensors():
                 for kind, tensor in tensors.items():
                     found[f"{kind}/{piece.slot.name}"] = _named(kind, tensor, piece)
-        for name, param in self.buckets.frozen.items():
-            spec = self.buckets.specs[name]
-            group = reduction_group(spec, self.buckets.mesh)
-            layout = spec.layout.replicated(group.rank, group.size).renamed(_prefixed("model"))
-            found[f"model/{name}"] = LayoutTensor(param.detach(), layout)
+        for name, held in self.buckets.frozen().items():
+            found[f"model/{name}"] = LayoutTensor(
+                held.tensor, held.layout.renamed(_prefixed("model"))
+            )
         return found
 
     def load_finished(self) -> None:
@@ -174,10 +173,9 @@ class ShardedOptimizer:
         return reversed(range(len(self._shards)))
 
     def _gather(self, index: int) -> None:
-        bucket = self._shards[index].bucket
-        if not bucket.sharded:
+        work = self._shards[index].share.gather()
+        if work is None:
             return
-        work = all_gather_into(bucket.values, bucket.owned_values, bucket.group)
         if self.buckets.mesh.config.overlap:
             self._gathers[index] = work
         else:

@@ -1,4 +1,4 @@
-"""The part of a bucket that this rank updates."""
+"""What this rank updates, with the state of the update rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from mcore_parallel.data.buckets import Bucket, Piece
+from mcore_parallel.data.share import Piece, Share, grads_of
 from mcore_parallel.protocols import UpdateRule
 from mcore_parallel.spec import ParamSpec
 
@@ -47,21 +47,21 @@ class Run:
 
 
 class Shard:
-    """What this rank owns of one bucket: its masters, in runs, with the state of the rule.
+    """What this rank owns of one bucket or parameter: masters, in runs, with the rule's state.
 
     A parameter in fp32 or wider is its own master. 16-bit parameters get an fp32 copy, in which
     small updates do not vanish.
     """
 
-    def __init__(self, bucket: Bucket, rule: UpdateRule, hyper: HyperRule) -> None:
-        self.bucket = bucket
+    def __init__(self, share: Share, rule: UpdateRule, hyper: HyperRule) -> None:
+        self.share = share
         self._rule = rule
-        self._has_copy = bucket.values.dtype != bucket.grads.dtype
-        self._master = bucket.owned_values
+        self._has_copy = share.owned_values.dtype != share.owned_grads.dtype
+        self._master = share.owned_values
         if self._has_copy:
-            self._master = bucket.owned_values.to(bucket.grads.dtype)
-        pieces = sorted(bucket.pieces, key=lambda piece: piece.at)
-        if bucket.placement.keeps_shape:
+            self._master = share.owned_values.to(share.owned_grads.dtype)
+        pieces = sorted(share.pieces, key=lambda piece: piece.at)
+        if share.keeps_shape:
             groups = [[piece] for piece in pieces]
         else:
             by_hyper = groupby(pieces, key=lambda piece: hyper(piece.slot.name, piece.slot.spec))
@@ -84,16 +84,16 @@ class Shard:
     def publish(self) -> None:
         """Make the parameters of this shard what the masters are."""
         if self._has_copy:
-            self.bucket.owned_values.copy_(self._master)
+            self.share.owned_values.copy_(self._master)
 
     def adopt(self) -> None:
         """Make the masters what the parameters of this shard are."""
         if self._has_copy:
-            self._master.copy_(self.bucket.owned_values)
+            self._master.copy_(self.share.owned_values)
 
     def tensors(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
         """Yield every piece with flat views of its master, as "model", and of its state by name."""
-        for piece in self.bucket.pieces:
+        for piece in self.share.pieces:
             run = next(run for run in self._runs if run.start <= piece.at < run.stop)
             within = slice(piece.at - run.start, piece.end - run.start)
             tensors = {"model": run.value} | run.state
@@ -102,10 +102,10 @@ class Shard:
     def _run(self, pieces: list[Piece], hyper: HyperRule) -> Run:
         first = pieces[0]
         start, stop = first.at, pieces[-1].end
-        origin, _ = self.bucket.owned
+        origin, _ = self.share.owned
         value = self._master[start - origin : stop - origin]
-        grad = self.bucket.grads[start:stop]
-        if self.bucket.placement.keeps_shape:
+        grad = grads_of(self.share, start, stop)
+        if self.share.keeps_shape:
             shape = first.slot.param.shape
             value, grad = value.view(shape), grad.view(shape)
         return Run(

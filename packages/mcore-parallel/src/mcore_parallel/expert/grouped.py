@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.protocols import LinearOp, TorchLinear
 
 __all__ = ["GroupedLinearOp", "SequentialLinear", "grouped_linear"]
@@ -132,7 +133,7 @@ def _weight_grad(
         dw = torch.zeros_like(weight, requires_grad=False)
         op.weight_grad(dy, x, counts, dw)
         return dw
-    op.weight_grad(dy, x, counts, weight.main_grad)
+    op.weight_grad(dy, x, counts, main_grad(weight))
     weight.grad_added_to_main = True
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like

@@ -18,6 +18,7 @@ from mcore_parallel.collectives import (
     all_reduce_,
     reduce_scatter_into,
 )
+from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.weights import DeferredGradients
 from mcore_parallel.protocols import LinearOp
@@ -138,7 +139,7 @@ def _weight_grad_later(
 def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Tensor:
     if parameter is None:
         return linear.weight_grad(dy, x)
-    linear.weight_grad(dy, x, out=parameter.main_grad)
+    linear.weight_grad(dy, x, out=main_grad(parameter))
     parameter.grad_added_to_main = True
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
