@@ -23,9 +23,10 @@ def test_choices_and_digest() -> None:
 
 def test_it_prints_as_what_it_is() -> None:
     assert repr(Kernels()) == (
-        "Kernels(cpu float32: linear=reference, rms_norm=eager, layer_norm=reference, "
-        "swiglu=reference, gelu=reference, rope=reference, attention=sdpa, cross_entropy=eager, "
-        "causal_conv1d=reference, ssd_scan=chunked)"
+        "Kernels(cpu float32: linear=reference, rms_norm=eager, add_rms_norm=reference, "
+        "layer_norm=reference, l2_norm=reference, swiglu=reference, glu=reference, "
+        "gelu=reference, activation=reference, rope=reference, attention=sdpa, "
+        "cross_entropy=eager, causal_conv1d=reference, ssd_scan=chunked)"
     )
 
 
@@ -38,7 +39,8 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
 
 def test_a_model_for_another_device_is_resolved_without_it() -> None:
     target = Target(device_type="cuda", arch=(9, 0), dtype=torch.bfloat16, head_dim=64)
-    in_triton = ("rms_norm", "swiglu", "rope", "cross_entropy")  # which is not imported here
+    # Triton is not imported here.
+    in_triton = [op for op, operator in OPERATORS.items() if operator.get("triton") is not None]
     config = KernelConfig(**dict.fromkeys(in_triton, "reference"))
     assert Kernels(config, target).choices()["attention"] == "cudnn"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_kernels import Kernels
+from mcore_kernels import Kernels, resolve
 
 kernels = Kernels()
 
@@ -16,6 +16,61 @@ def test_swiglu_needs_two_halves() -> None:
 def test_gelu_knows_two_formulas() -> None:
     with pytest.raises(ValueError, match="approximate is 'none' or 'tanh', got 'fast'"):
         kernels.gelu(torch.ones(2), "fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation": "swish"}, "glu: activation is one of silu, gelu, .*; got 'swish'"),
+        ({"limit": 0.0}, "glu: limit must be positive, got 0.0"),
+        ({"weights": torch.ones(3)}, r"glu: weights are one per row, \(2,\), got \(3,\)"),
+    ],
+)
+def test_gated_activations_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.glu(torch.ones(2, 6), **arguments)
+    with pytest.raises(ValueError, match="it is even; got 7, nearest 6 or 8"):
+        kernels.glu(torch.ones(2, 7))
+
+
+def test_the_clamped_activation_of_gpt_oss() -> None:
+    """Against its formula as published: the gate from above, the other from both sides."""
+    gate, up = torch.randn(2, 50, 6).mul(6)
+    clamped, linear = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (linear + 1) * clamped * torch.sigmoid(1.702 * clamped)
+    found = kernels.glu(torch.cat((gate, up), -1), activation="quick_gelu", limit=7.0, offset=1.0)
+    torch.testing.assert_close(found, expected)
+
+
+def test_activations_keep_their_arguments_only() -> None:
+    """What the backward needs is the input; nothing of its size is kept beside it."""
+    kept: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = kernels.glu(x, activation="gelu_tanh", limit=1.0)
+        z = kernels.activation(x, activation="squared_relu")
+    assert [one.data_ptr() for one in kept] == [x.data_ptr()] * 2
+    (y.sum() + z.sum()).backward()
+
+
+def test_a_residual_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"one shape, got \(2, 8\) and \(1, 8\)"):
+        kernels.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-5)
+
+
+def test_a_sum_in_one_pass_is_two_operators() -> None:
+    """Bit for bit in 16 bits: the norm is taken of the sum as it is passed on."""
+    x, residual = torch.randn(2, 9, 32).bfloat16().unbind(0)
+    weight = torch.randn(32).bfloat16()
+    y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    reference = resolve("rms_norm", target=kernels.target, require="reference")
+    assert torch.equal(y, reference(x + residual, weight, 1e-5))
 
 
 def test_gradients_of_a_norm_in_two_micro_batches_add_up() -> None:

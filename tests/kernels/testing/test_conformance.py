@@ -66,9 +66,12 @@ def _eps_outside(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return (x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + eps) * weight).to(x)
 
 
-def _rounds_before_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rounds_before_weight(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, zero_centered: bool = False
+) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.rms_norm(wide, x.shape[-1:], eps=eps).to(x.dtype) * weight.to(x.dtype)
+    normed = F.rms_norm(wide, x.shape[-1:], eps=eps).to(x.dtype)
+    return normed if weight is None else normed * (weight + zero_centered).to(x.dtype)
 
 
 def _float32_inside(gate_up: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,13 @@ from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.rope.angles import rope_cos_sin
 from mcore_kernels.protocols import (
+    ActivationOp,
+    AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
     GeluOp,
+    GluOp,
+    L2NormOp,
     LayerNormOp,
     LinearOp,
     RmsNormOp,
@@ -23,12 +27,16 @@ from mcore_kernels.target import Target
 
 __all__ = [
     "OPERATORS",
+    "ActivationOp",
+    "AddRmsNormOp",
     "AttentionOp",
     "CausalConv1dOp",
     "GeluOp",
+    "GluOp",
     "Implementation",
     "KernelConfig",
     "Kernels",
+    "L2NormOp",
     "LayerNormOp",
     "LinearOp",
     "Operator",

@@ -23,9 +23,13 @@ class KernelConfig:
 
     linear: str = AUTO
     rms_norm: str = AUTO
+    add_rms_norm: str = AUTO
     layer_norm: str = AUTO
+    l2_norm: str = AUTO
     swiglu: str = AUTO
+    glu: str = AUTO
     gelu: str = AUTO
+    activation: str = AUTO
     rope: str = AUTO
     attention: str = AUTO
     cross_entropy: str = AUTO

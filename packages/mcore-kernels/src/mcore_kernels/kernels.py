@@ -9,9 +9,13 @@ from typing import cast
 
 from mcore_kernels.config import KernelConfig
 from mcore_kernels.protocols import (
+    ActivationOp,
+    AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
     GeluOp,
+    GluOp,
+    L2NormOp,
     LayerNormOp,
     LinearOp,
     RmsNormOp,
@@ -39,9 +43,13 @@ class Kernels:
     target: Target = field(default_factory=Target)
     linear: LinearOp = field(init=False, compare=False)
     rms_norm: RmsNormOp = field(init=False, compare=False)
+    add_rms_norm: AddRmsNormOp = field(init=False, compare=False)
     layer_norm: LayerNormOp = field(init=False, compare=False)
+    l2_norm: L2NormOp = field(init=False, compare=False)
     swiglu: SwigluOp = field(init=False, compare=False)
+    glu: GluOp = field(init=False, compare=False)
     gelu: GeluOp = field(init=False, compare=False)
+    activation: ActivationOp = field(init=False, compare=False)
     rope: RopeOp = field(init=False, compare=False)
     attention: AttentionOp = field(init=False, compare=False)
     cross_entropy: VocabLossOp = field(init=False, compare=False)

@@ -5,10 +5,14 @@ from types import MappingProxyType
 
 from mcore_kernels.implementation import Operator
 from mcore_kernels.ops import (
+    activation,
+    add_rms_norm,
     attention,
     causal_conv1d,
     cross_entropy,
     gelu,
+    glu,
+    l2_norm,
     layer_norm,
     linear,
     rms_norm,
@@ -23,9 +27,13 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         for one in (
             linear.OPERATOR,
             rms_norm.OPERATOR,
+            add_rms_norm.OPERATOR,
             layer_norm.OPERATOR,
+            l2_norm.OPERATOR,
             swiglu.OPERATOR,
+            glu.OPERATOR,
             gelu.OPERATOR,
+            activation.OPERATOR,
             rope.OPERATOR,
             attention.OPERATOR,
             cross_entropy.OPERATOR,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.testing import state_space
+from mcore_kernels.testing import dense, state_space
 from mcore_kernels.testing.case import Case, Make, ends, scattered, slice_of_rows, with_nan
 
 
@@ -23,100 +23,6 @@ def cases(op: str, *, seed: int = 0) -> list[Case]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
 
     return list(_CASES[op](make))
-
-
-def _linear(make: Make) -> Iterator[Case]:
-    def case(name: str, x: Tensor, out: int, bias: bool = True, **more: Any) -> Case:
-        weight = make(out, x.shape[1])
-        return Case(
-            name=name,
-            arguments={"x": x, "weight": weight, "bias": make(out) if bias else None},
-            grads=("x", "weight", "bias") if bias else ("x", "weight"),
-            **more,
-        )
-
-    yield case("plain", make(32, 48), 24, bias=False)
-    yield case("odd sizes with bias", make(13, 7), 11)
-    yield case("one element", make(1, 1), 1)
-    yield case("no tokens", make(0, 7), 5)
-    yield case("no outputs", make(3, 7), 0)
-    yield case("scattered", scattered(make(13, 7)), 11)
-    yield case("expanded gradient", make(13, 7), 11, expanded=True)
-    yield case("large values", make(9, 33, scale=1e3), 5)
-    yield case("NaN", with_nan(make(9, 33)), 5)
-
-
-def _norm_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    yield "plain", make(6, 64), {}
-    yield "odd sizes", make(13, 37), {}
-    yield "leading dims", make(2, 3, 5, 20), {}
-    yield "one vector", make(8), {}
-    yield "many short rows", make(150, 5), {}
-    yield "one element", make(1, 1), {"floor": 1.0}  # its gradient is a difference of equals
-    yield "no rows", make(0, 37), {}
-    yield "scattered", scattered(make(5, 37)), {}
-    yield "slice of rows", slice_of_rows(make(5, 37)), {}
-    yield "transposed", make(37, 5).t(), {}
-    yield "expanded gradient", make(5, 37), {"expanded": True}
-    yield "large values", make(5, 37, scale=1e3), {}
-    yield "small values", make(5, 37, scale=1e-3), {}
-    yield "wide rows", make(3, 1100), {}
-    yield "NaN", with_nan(make(5, 37)), {}
-
-
-def _rms_norm(make: Make) -> Iterator[Case]:
-    for name, x, more in _norm_inputs(make):
-        arguments = {"x": x, "weight": make(x.shape[-1]), "eps": 1e-5}
-        yield Case(name=name, arguments=arguments, grads=("x", "weight"), **more)
-    arguments = {"x": make(9, 24), "weight": make(24), "eps": 1e-6}
-    yield Case(name="float32 weight", arguments=arguments, grads=("x", "weight"), fixed=("weight",))
-
-
-def _layer_norm(make: Make) -> Iterator[Case]:
-    for name, x, more in _norm_inputs(make):
-        if x.shape[-1] > 1:  # one element less its mean is nothing but rounding
-            size = x.shape[-1]
-            arguments = {"x": x, "weight": make(size), "bias": make(size), "eps": 1e-5}
-            yield Case(name=name, arguments=arguments, grads=("x", "weight", "bias"), **more)
-    arguments = {"x": make(9, 24), "weight": make(24), "bias": None, "eps": 1e-6}
-    yield Case(name="no bias", arguments=arguments, grads=("x", "weight"))
-    arguments = {"x": make(9, 24), "weight": make(24), "bias": make(24), "eps": 1e-6}
-    yield Case(
-        name="float32 weight",
-        arguments=arguments,
-        grads=("x", "weight", "bias"),
-        fixed=("weight", "bias"),
-    )
-
-
-def _elementwise_inputs(make: Make) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    yield "plain", make(6, 64), {}
-    yield "odd sizes", make(13, 2 * 37), {}
-    yield "leading dims", make(2, 3, 5, 6), {}
-    yield "smallest", make(1, 2), {}
-    yield "no rows", make(0, 8), {}
-    yield "no columns", make(4, 0), {}
-    yield "scattered", scattered(make(5, 22)), {}
-    yield "slice of rows", slice_of_rows(make(5, 22)), {}
-    yield "transposed", make(22, 5).t(), {}
-    yield "expanded gradient", make(5, 22), {"expanded": True}
-    yield "large values", make(5, 22, scale=100.0), {}
-    yield "wide rows", make(3, 2 * 1100), {}
-    yield "NaN", with_nan(make(5, 22)), {}
-
-
-def _swiglu(make: Make) -> Iterator[Case]:
-    for name, x, more in _elementwise_inputs(make):
-        yield Case(name=name, arguments={"gate_up": x}, grads=("gate_up",), **more)
-
-
-def _gelu(make: Make) -> Iterator[Case]:
-    for approximate in ("none", "tanh"):
-        for name, x, more in _elementwise_inputs(make):
-            arguments = {"x": x, "approximate": approximate}
-            yield Case(
-                name=f"{name}, {approximate}", arguments=arguments, grads=("x",), slack=4.0, **more
-            )
 
 
 def _rope(make: Make) -> Iterator[Case]:
@@ -244,11 +150,15 @@ def _cross_entropy(make: Make) -> Iterator[Case]:
 
 
 _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
-    "linear": _linear,
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
-    "swiglu": _swiglu,
-    "gelu": _gelu,
+    "linear": dense.linear,
+    "rms_norm": dense.rms_norm,
+    "layer_norm": dense.layer_norm,
+    "add_rms_norm": dense.add_rms_norm,
+    "l2_norm": dense.l2_norm,
+    "glu": dense.glu,
+    "activation": dense.activation,
+    "swiglu": dense.swiglu,
+    "gelu": dense.gelu,
     "rope": _rope,
     "attention": _attention,
     "cross_entropy": _cross_entropy,

@@ -7,6 +7,7 @@ references too) are compared with. Shapes as in `mcore_kernels.protocols`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -19,16 +20,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool = False
+) -> Tensor:
     """x / sqrt(mean(x²) + eps) · w."""
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    normed = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * (weight + zero_centered)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The sum, and its RMS norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps, zero_centered=zero_centered), total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) · w + b."""
     centred = x - x.mean(-1, keepdim=True)
-    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = y * (weight + zero_centered)
     return y if bias is None else y + bias
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(Σ x² + eps)."""
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -43,6 +63,49 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate == "tanh":
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * torch.erfc(-x / math.sqrt(2))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, "tanh"),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "relu": lambda x: (x + x.abs()) / 2,
+    "squared_relu": lambda x: (x * x + x * x.abs()) / 2,
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+}
+
+
+def glu(
+    gate_up: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    limit: float | None = None,
+    offset: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """f(min(gate, L)) · (clamp(up, -L, L) + offset) · weight of the row."""
+    x = gate_up if bias is None else gate_up + bias
+    half = x.shape[-1] // 2
+    gate, up = x[..., :half], x[..., half:]
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    y = swiglu(x) if (activation, limit, offset) == ("silu", None, 0.0) else None
+    y = _ACTIVATIONS[activation](gate) * (up + offset) if y is None else y
+    return y if weights is None else y * weights[..., None]
+
+
+def activation(
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    weights: Tensor | None = None,
+) -> Tensor:
+    """f(x + bias) · weight of the row."""
+    y = _ACTIVATIONS[activation](x if bias is None else x + bias)
+    return y if weights is None else y * weights[..., None]
 
 
 def rope(

@@ -21,6 +21,10 @@ from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
 _BLOCK = 4096
 
 
+def _block(columns: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(columns))
+
+
 @triton.jit
 def _max_kernel(z_ptr, max_ptr, stride, v, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -95,7 +99,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         z = _rows(logits)
         with on_device(z):
             _max_kernel[(z.shape[0],)](
-                z, result, z.stride(0), z.shape[1], BLOCK=_BLOCK, num_warps=8
+                z, result, z.stride(0), z.shape[1], BLOCK=_block(z.shape[1]), num_warps=8
             )
         return result
 
@@ -110,7 +114,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         with on_device(z):
             _partials_kernel[(z.shape[0],)](
                 z, labels.contiguous(), maximum.contiguous(), result, z.stride(0), *z.shape,
-                SMOOTHING=smoothing, BLOCK=_BLOCK, num_warps=8,
+                SMOOTHING=smoothing, BLOCK=_block(z.shape[1]), num_warps=8,
             )  # fmt: skip
         return result
 
@@ -136,10 +140,10 @@ class TritonVocabLoss(ReferenceVocabLoss):
         z = _rows(logits)
         count, v = z.shape
         with on_device(z):
-            _backward_kernel[(count, triton.cdiv(v, _BLOCK))](
+            _backward_kernel[(count, triton.cdiv(v, _block(v)))](
                 z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(),
                 grad.to(torch.float32).contiguous(), out, z.stride(0), out.stride(0), v,
-                on_target, on_all, BLOCK=_BLOCK, num_warps=8,
+                on_target, on_all, BLOCK=_block(v), num_warps=8,
             )  # fmt: skip
 
 

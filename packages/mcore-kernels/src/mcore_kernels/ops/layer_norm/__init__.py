@@ -2,6 +2,8 @@
 
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.layer_norm.reference import layer_norm as reference
+from mcore_kernels.ops.norm_limits import layer_norm as limits
+from mcore_kernels.requirements import TRITON
 
 OPERATOR = Operator(
     "layer_norm",
@@ -11,6 +13,16 @@ OPERATOR = Operator(
             name="reference",
             fn=reference,
             summary="torch.nn.functional.layer_norm",
+        ),
+        Implementation(
+            op="layer_norm",
+            name="triton",
+            fn="mcore_kernels.ops.norm_triton:layer_norm",
+            requires=TRITON,
+            limits=limits,
+            second="reference",
+            priority=20,
+            summary="one pass over the rows each way",
         ),
     ),
 )

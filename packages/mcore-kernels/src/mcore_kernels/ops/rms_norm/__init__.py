@@ -1,8 +1,8 @@
 """Root-mean-square normalisation: `mcore_kernels.protocols.RmsNormOp`."""
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.norm_limits import rms_norm as limits
 from mcore_kernels.ops.rms_norm.eager import rms_norm as eager
-from mcore_kernels.ops.rms_norm.limits import limits
 from mcore_kernels.ops.rms_norm.reference import rms_norm as reference
 from mcore_kernels.requirements import TRITON, needs_device
 
@@ -26,7 +26,7 @@ OPERATOR = Operator(
         Implementation(
             op="rms_norm",
             name="triton",
-            fn="mcore_kernels.ops.rms_norm.triton:rms_norm",
+            fn="mcore_kernels.ops.norm_triton:rms_norm",
             requires=TRITON,
             limits=limits,
             second="reference",

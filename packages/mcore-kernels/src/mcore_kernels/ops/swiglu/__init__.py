@@ -1,7 +1,7 @@
 """Gated activation of feed-forward layers: `mcore_kernels.protocols.SwigluOp`."""
 
 from mcore_kernels.implementation import Implementation, Operator
-from mcore_kernels.ops.swiglu.limits import limits
+from mcore_kernels.ops.activation_limits import limits
 from mcore_kernels.ops.swiglu.reference import swiglu as reference
 from mcore_kernels.requirements import TRITON
 
@@ -17,7 +17,7 @@ OPERATOR = Operator(
         Implementation(
             op="swiglu",
             name="triton",
-            fn="mcore_kernels.ops.swiglu.triton:swiglu",
+            fn="mcore_kernels.ops.activation_triton:swiglu",
             requires=TRITON,
             limits=limits,
             second="reference",

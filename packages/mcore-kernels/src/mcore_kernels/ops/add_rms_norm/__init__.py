@@ -1,0 +1,28 @@
+"""Residual sum and RMS norm: `mcore_kernels.protocols.AddRmsNormOp`."""
+
+from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.add_rms_norm.reference import add_rms_norm as reference
+from mcore_kernels.ops.norm_limits import add_rms_norm as limits
+from mcore_kernels.requirements import TRITON
+
+OPERATOR = Operator(
+    "add_rms_norm",
+    (
+        Implementation(
+            op="add_rms_norm",
+            name="reference",
+            fn=reference,
+            summary="a sum, and torch.nn.functional.rms_norm",
+        ),
+        Implementation(
+            op="add_rms_norm",
+            name="triton",
+            fn="mcore_kernels.ops.norm_triton:add_rms_norm",
+            requires=TRITON,
+            limits=limits,
+            second="reference",
+            priority=20,
+            summary="one pass over the rows each way, sum included",
+        ),
+    ),
+)

@@ -1,0 +1,46 @@
+"""What each operator owes its callers, whichever implementation stands behind it.
+
+Shapes: T tokens, H hidden, F feed-forward, I/O input and output features, N segments, Q query
+heads, K kv heads, D head size of queries and keys, Dv of values, R rotary size, V columns of a
+vocabulary shard; C channels, W taps of a convolution, h heads of size P with a state of size S, G
+groups of heads. "…" is any leading shape. Every size but H, D, R, W, G and h may be 0.
+
+Dtypes: the accumulation dtype is float32, or float64 when the input is float64. Operators
+compute in it and round once, at the end, to the dtype of their first argument.
+"""
+
+from mcore_kernels.protocols.attention import AttentionOp
+from mcore_kernels.protocols.dense import (
+    ActivationOp,
+    AddRmsNormOp,
+    GeluOp,
+    GluOp,
+    L2NormOp,
+    LayerNormOp,
+    LinearOp,
+    RmsNormOp,
+    RopeOp,
+    SwigluOp,
+)
+from mcore_kernels.protocols.dtypes import accumulation_dtype, rounded
+from mcore_kernels.protocols.loss import VocabLossOp
+from mcore_kernels.protocols.state_space import CausalConv1dOp, SsdScanOp
+
+__all__ = [
+    "ActivationOp",
+    "AddRmsNormOp",
+    "AttentionOp",
+    "CausalConv1dOp",
+    "GeluOp",
+    "GluOp",
+    "L2NormOp",
+    "LayerNormOp",
+    "LinearOp",
+    "RmsNormOp",
+    "RopeOp",
+    "SsdScanOp",
+    "SwigluOp",
+    "VocabLossOp",
+    "accumulation_dtype",
+    "rounded",
+]

@@ -1,0 +1,68 @@
+"""Attention."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionOp(Protocol):
+    """Softmax attention over segments packed one after another (variable length)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        uniform: tuple[int, int] | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(out [Tq, Q, Dv], lse [Tq, Q])`; the gradient flows through `out` only.
+
+        q [Tq, Q, D], k [Tk, K, D], v [Tk, K, Dv]; K divides Q, and query head h reads kv head
+        h // (Q // K). `cu_seqlens_*` int32 [N+1]: segment n holds rows cu[n] … cu[n+1]-1; segments
+        may be empty; rows past the last belong to none and give zeros. Nothing crosses a segment.
+        `uniform=(B, S)` promises that there are B segments of S queries and S keys each, so that
+        no value need be read back from the device.
+
+        A query i of a segment with lq queries and lk keys stands at key position
+        p = i + lk - lq (bottom-right alignment). `causal` shows it the keys j ≤ p; `window=w`
+        shows it the keys j > p - w, and without `causal` also only those j < p + w: w keys,
+        itself included, in the causal case. `scale` defaults to D^-½.
+
+        lse is the natural log of the sum of exp of the scaled, visible scores, in the
+        accumulation dtype (to four digits for 16-bit inputs); every implementation returns it.
+        A query that sees no key has out 0, lse -inf and no gradient.
+        """
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        uniform: tuple[int, int] | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `(dq, dk, dv)`, shaped and typed as q, k, v; ring attention calls this itself.
+
+        `out` and `lse` may come from more keys than k holds (merged over several blocks): the
+        result is then this block's share, and the shares add up.
+        """

@@ -1,0 +1,78 @@
+"""Operators of state-space layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from torch import Tensor
+
+
+class CausalConv1dOp(Protocol):
+    """A short convolution over each channel's own past, inside packed documents."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor,
+        uniform: tuple[int, int] | None = None,
+        initial_states: Tensor | None = None,
+        silu: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(y [T, C], states [N, W-1, C])`: x [T, C], weight [C, W], bias [C].
+
+            y[t] = f(bias + Σ_k weight[:, k] · x[t - (W-1) + k]),  f = silu or nothing
+
+        `cu_seqlens` [N+1] bounds the documents as in attention: they may be empty, and rows past
+        the last belong to none and give zeros. What lies before a document is its row of
+        `initial_states` [N, W-1, C], oldest first, or zeros; nothing crosses a document's bounds.
+        `states` are the last W-1 inputs of each document, what came before it included: the
+        initial states of its continuation. They have the dtype of x. Differentiable in x, weight,
+        bias and the initial states, through both results.
+
+        `uniform=(N, S)` promises documents of S rows each, without any other row.
+        """
+
+
+class SsdScanOp(Protocol):
+    """The selective state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), over documents."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        b: Tensor,
+        c: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        uniform: tuple[int, int] | None = None,
+        d: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
+        initial_states: Tensor | None = None,
+        chunk_size: int = 256,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(y [T, h, P], states [N, h, P, S])`.
+
+        x [T, h, P], dt [T, h], a_log [h], b and c [T, G, S], d and dt_bias [h]; G divides h, and
+        head i reads group i // (h // G) of b and c. In each document, for each head, from its
+        row of `initial_states` [N, h, P, S] (or zeros) on:
+
+            Δ[t] = clamp(softplus(dt[t] + dt_bias), dt_limits)
+            H[t] = exp(-exp(a_log) · Δ[t]) · H[t-1] + Δ[t] · x[t] ⊗ b[t]
+            y[t] = H[t] c[t] + d · x[t]
+
+        `states` are the last H of each document (its initial one where it is empty), in the
+        accumulation dtype: the initial states of its continuation. Nothing crosses the bounds of a
+        document, `cu_seqlens` [N+1], of which `max_seqlen` is the longest; rows past the last
+        document give zeros. `uniform=(N, S)` promises documents of S rows each, without any other
+        row. Differentiable in everything that is floating, through both results.
+
+        `chunk_size` is how many tokens an implementation in chunks takes at a time; it changes
+        rounding, time and memory, never the result.
+        """
