@@ -12,10 +12,15 @@ from dataclasses import dataclass
 # What gloo, NCCL and the stores say when the fault lies with another rank.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|reset by peer|closed by peer|broken pipe"
-    r"|timed out (waiting|after)|timeout (waiting|after)|wait timeout|socket|gloo connect"
+    r"|timed out(:| waiting| after)|timeout (waiting|after)|wait timeout|socket|gloo connect"
     r"|remote process exited|nccl (communicator|error)|no key .* in store|get store",
     re.IGNORECASE,
 )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` says that another rank went away or did not come in time."""
+    return isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
 
 
 class RankDiedError(RuntimeError):
@@ -54,7 +59,7 @@ class Failure:
         except Exception:
             pickled = None
         if lost is None:
-            lost = isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
+            lost = is_lost(error)
         text = "".join(traceback.format_exception(error))
         return Failure(rank=rank, size=size, text=text, summary=summary, pickled=pickled, lost=lost)
 

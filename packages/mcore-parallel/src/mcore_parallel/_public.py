@@ -32,6 +32,7 @@ from mcore_parallel.data import (
     clip_factor,
     decay,
 )
+from mcore_parallel.faults import CollectiveError
 from mcore_parallel.group import Group
 from mcore_parallel.launch import (
     Place,
@@ -77,6 +78,7 @@ __all__ = [
     "AttentionOp",
     "Box",
     "Channel",
+    "CollectiveError",
     "ColumnParallelLinear",
     "DeferredGradients",
     "Fragment",

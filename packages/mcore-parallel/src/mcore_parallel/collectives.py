@@ -8,6 +8,8 @@ Three rules hold for all of them:
   where splits are passed. A rank can only check its own arguments; TORCH_DISTRIBUTED_DEBUG=DETAIL
   makes torch compare those of all ranks. Sums are in the dtype of the input.
 
+When a rank dies or stalls, the others raise `CollectiveError`, which names it and the operation.
+
 `rank`, `src` and `dst` count within the group.
 """
 
@@ -31,6 +33,7 @@ from mcore_parallel._checks import (
     check_peer,
     check_splits,
 )
+from mcore_parallel.faults import GuardedWork, guarded
 from mcore_parallel.group import Group
 
 ReduceOp = Literal["sum", "max", "min", "avg"]
@@ -67,7 +70,8 @@ def all_reduce(x: Tensor, group: Group, op: ReduceOp = "sum") -> Tensor:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        dist.all_reduce(out, op=_OPS[op], group=group.process_group)
+        with guarded("all_reduce", group):
+            dist.all_reduce(out, op=_OPS[op], group=group.process_group)
     if op == "avg":
         out /= group.size
     return out
@@ -80,7 +84,8 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     dim = check_dim(x, dim, "all_gather")
     out = x.new_empty((group.size, *x.shape))
     if x.numel():
-        _torch.all_gather_into(out, x.contiguous(), group.process_group)
+        with guarded("all_gather", group):
+            _torch.all_gather_into(out, x.contiguous(), group.process_group)
     if dim == 0:
         return out.flatten(0, 1)
     return out.movedim(0, dim).flatten(dim, dim + 1)
@@ -99,7 +104,8 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     shape = (*x.shape[:dim], group.size, x.shape[dim] // group.size, *x.shape[dim + 1 :])
     parts = x.reshape(shape).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])
-    _torch.reduce_scatter_into(out, parts, group.process_group)
+    with guarded("reduce_scatter", group):
+        _torch.reduce_scatter_into(out, parts, group.process_group)
     return out
 
 
@@ -110,7 +116,8 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        dist.broadcast(_torch.bits(out), src=group.ranks[src], group=group.process_group)
+        with guarded("broadcast", group):
+            dist.broadcast(_torch.bits(out), src=group.ranks[src], group=group.process_group)
     return out
 
 
@@ -139,13 +146,14 @@ def all_to_all(
     out = x.new_empty((sum(receive), *x.shape[1:]))
     width = math.prod(x.shape[1:])
     if width:
-        _torch.all_to_all_into(
-            out,
-            x.contiguous(),
-            [n * width for n in receive],
-            [n * width for n in send],
-            group.process_group,
-        )
+        with guarded("all_to_all", group):
+            _torch.all_to_all_into(
+                out,
+                x.contiguous(),
+                [n * width for n in receive],
+                [n * width for n in send],
+                group.process_group,
+            )
     return out
 
 
@@ -153,9 +161,9 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
     if group.size > 1:
         gloo = _torch.has_cpu_backend(group.process_group)
-        dist.barrier(
-            group.process_group, device_ids=None if gloo else [torch.cuda.current_device()]
-        )
+        devices = None if gloo else [torch.cuda.current_device()]
+        with guarded("barrier", group):
+            dist.barrier(group.process_group, device_ids=devices)
 
 
 def all_gather_object(obj: T, group: Group) -> list[T]:
@@ -163,7 +171,8 @@ def all_gather_object(obj: T, group: Group) -> list[T]:
     if group.size == 1:
         return [obj]
     objects: list[Any] = [None] * group.size
-    dist.all_gather_object(objects, obj, group=group.cpu.process_group)
+    with guarded("all_gather_object", group):
+        dist.all_gather_object(objects, obj, group=group.cpu.process_group)
     return objects
 
 
@@ -173,7 +182,8 @@ def broadcast_object(obj: T, src: int, group: Group) -> T:
     if group.size == 1:
         return obj
     box: list[Any] = [obj if group.rank == src else None]
-    dist.broadcast_object_list(box, src=group.ranks[src], group=group.cpu.process_group)
+    with guarded("broadcast_object", group):
+        dist.broadcast_object_list(box, src=group.ranks[src], group=group.cpu.process_group)
     result: T = box[0]
     return result
 
@@ -188,8 +198,8 @@ def all_reduce_(x: Tensor, group: Group, op: ReduceOp = "sum") -> Work:
     check_buffer(x, "all_reduce_", "x")
     if group.size == 1 or not x.numel():
         return _Done()
-    work: Work = dist.all_reduce(x, op=_OPS[op], group=group.process_group, async_op=True)
-    return work
+    work = dist.all_reduce(x, op=_OPS[op], group=group.process_group, async_op=True)
+    return GuardedWork(work, "all_reduce_", group)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: Group) -> Work:
@@ -202,8 +212,8 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group) -> Work:
         return _copy(out, x)
     if not x.numel():
         return _Done()
-    work: Work = _torch.reduce_scatter_into(out, x, group.process_group, async_op=True)
-    return work
+    work = _torch.reduce_scatter_into(out, x, group.process_group, async_op=True)
+    return GuardedWork(work, "reduce_scatter_into", group)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Work:
@@ -216,8 +226,8 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Work:
         return _copy(out, x)
     if not x.numel():
         return _Done()
-    work: Work = _torch.all_gather_into(out, x, group.process_group, async_op=True)
-    return work
+    work = _torch.all_gather_into(out, x, group.process_group, async_op=True)
+    return GuardedWork(work, "all_gather_into", group)
 
 
 def send_to(x: Tensor, dst: int, group: Group) -> Work:

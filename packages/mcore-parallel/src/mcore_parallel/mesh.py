@@ -146,8 +146,8 @@ class ParallelMesh:
         Every rank of the world calls this, for all meshes in one agreed order; a rank that is not
         among `ranks` gets None. `ranks` are torch.distributed ranks; the i-th is mesh rank i.
         Without torch.distributed the only mesh is that of one rank. `backend` defaults to gloo for
-        the CPU and nccl for CUDA; `timeout` to torch's. ValueError when the configuration does not
-        fit the number of ranks. `close()` destroys the groups; then another mesh can be made.
+        the CPU and nccl for CUDA; `timeout` to the world's. ValueError when the configuration does
+        not fit the number of ranks. `close()` destroys the groups; then another can be made.
         """
         ready = dist.is_available() and dist.is_initialized()
         mine = dist.get_rank() if ready else 0

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from mcore_parallel import _torch
+from mcore_parallel.faults import bounded
 from mcore_parallel.pipeline.actions import Action
 from mcore_parallel.pipeline.channel import Channel
 
 _TICKS = 4  # reports within one timeout
 _STORE = 5.0  # seconds in which the store has to answer a stage in trouble
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +73,14 @@ class Watch:
         """Tell the others why this stage gives up, before they see it go."""
         self._stop.set()
         with contextlib.suppress(TimeoutError):
-            _bounded(partial(self._write, fault))
+            bounded(partial(self._write, fault), _STORE)
 
     def who_is_late(self, stage: int) -> str:
         """Say who keeps `stage` from sending: the one at the end of those who wait for others."""
         passed: set[int] = set()
         while True:
             try:
-                report = _bounded(partial(self._read, stage))
+                report = bounded(partial(self._read, stage), _STORE)
             except TimeoutError:
                 return f"nothing from {self.name(stage)}, nor from the store of torch.distributed"
             if report is None or report.run < self._run:
@@ -101,7 +97,7 @@ class Watch:
     def who_is_gone(self, stage: int) -> str:
         """Say who is at the root of it when the connection to `stage` broke."""
         with contextlib.suppress(TimeoutError):
-            report = _bounded(partial(self._read, stage))
+            report = bounded(partial(self._read, stage), _STORE)
             if report is not None and report.run == self._run and report.fault is not None:
                 return report.fault
         return f"{self.name(stage)} is gone"
@@ -135,16 +131,3 @@ class Watch:
             return Report(**json.loads(self._store.get(key))) if self._store.check([key]) else None
         except RuntimeError:
             return None
-
-
-def _bounded(call: Callable[[], T]) -> T:
-    """Return what a call to the store returns; TimeoutError when it hangs.
-
-    It hangs with the rank that serves the store, or that stopped while it held the store's lock.
-    """
-    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answer.put(call()), daemon=True).start()
-    try:
-        return answer.get(timeout=_STORE)
-    except queue.Empty:
-        raise TimeoutError("the store does not answer") from None

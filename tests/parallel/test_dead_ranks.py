@@ -1,0 +1,106 @@
+"""A rank dies or stalls in the middle of a step: the others name it and the operation, and end."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_parallel import CollectiveError, ParallelConfig, ParallelMesh
+from mcore_parallel._call import Call
+from mcore_parallel.collectives import all_reduce, reduce_scatter_into
+from mcore_parallel.testing import RankPool
+
+SIZE = 4
+VICTIM = 3
+TIMEOUT = 3.0
+
+
+def train(rank: int, port: int, folder: str, how: str) -> None:
+    """Steps of tp 2 x dp 2 (ranks 0, 1 and 2, 3 are the tensor groups); rank 3 fails in one."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=SIZE,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    mesh = ParallelMesh.create(ParallelConfig(tp=2, dp=2))
+    assert mesh is not None
+    x = torch.ones(8)
+    began = time.monotonic()
+    try:
+        for step in range(20):
+            began = time.monotonic()
+            x = all_reduce(x, mesh.tp, op="max")
+            if step == 10 and rank == VICTIM:
+                os.kill(os.getpid(), getattr(signal, how))
+            out = x.new_empty(4)
+            reduce_scatter_into(out, x, mesh.dp).wait()
+    except CollectiveError as error:
+        Path(folder, f"rank{rank}").write_text(f"{time.monotonic() - began:.1f}|{error}")
+        raise SystemExit(7) from error
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_others_name_the_rank(tmp_path: Path, ranks: RankPool, how: str) -> None:
+    ranks.run(dist.get_rank, 1)  # the server that forks processes has imported torch by now
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=Call.of(train, (rank, store.port, str(tmp_path), how), {}))
+        for rank in range(SIZE)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for rank in range(SIZE):
+            if rank != VICTIM:
+                processes[rank].join(60)
+                assert processes[rank].exitcode == 7
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.join()
+    said = {}
+    for rank in (0, 1, 2):
+        seconds, said[rank] = (tmp_path / f"rank{rank}").read_text().split("|")
+        assert float(seconds) < TIMEOUT + 12  # no more than the inquiry on top
+    if how == "SIGKILL":
+        gone = "connection closed: rank 3 is gone"
+    else:
+        gone = "timed out: rank 3 has not come, and not failed either"
+    assert said[1] == f"rank 1, reduce_scatter_into over dp (ranks 1, 3): {gone}"
+    assert said[2] == f"rank 2, all_reduce over tp (ranks 2, 3): {gone}"
+    # Rank 0 waits for rank 1, which waited for rank 3.
+    assert said[0].startswith("rank 0, ")
+    assert said[0].endswith(gone.partition(": ")[2])
+
+
+def mismatched() -> str:
+    mesh = ParallelMesh.create(ParallelConfig(tp=2), timeout=datetime.timedelta(seconds=2))
+    assert mesh is not None
+    try:
+        if mesh.tp.rank == 0:
+            all_reduce(torch.ones(3), mesh.tp)
+        else:
+            time.sleep(4)
+    except CollectiveError as error:
+        return str(pickle.loads(pickle.dumps(error)))
+    return "done"
+
+
+def test_the_error_can_be_pickled(ranks: RankPool) -> None:
+    assert ranks.run(mismatched, 2)[0] == (
+        "rank 0, all_reduce over tp (ranks 0, 1): timed out: rank 1 has not come, and not failed "
+        "either"
+    )
