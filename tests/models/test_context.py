@@ -1,4 +1,4 @@
-"""Every way of attending over shares gives the loss and gradients of one process."""
+"""Every way of mixing tokens over shares gives the loss and gradients of one process."""
 
 from dataclasses import replace
 
@@ -7,12 +7,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_models import GlobalCounts, TokenBatch, build_model, check_layout, llama
+from mcore_models import (
+    GlobalCounts,
+    MambaConfig,
+    ModelConfig,
+    TokenBatch,
+    build_model,
+    check_layout,
+    llama,
+)
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_reduce
 from mcore_parallel.layout import LayoutTensor, gather_all
 from mcore_parallel.testing import RankPool
 
 LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
+MAMBA = MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=4)
+HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*-", "M."), mamba=MAMBA)
 MIXED = "cp-kind=ring+all-gather+all-to-all+two-level:2"
 
 
@@ -24,12 +34,12 @@ def example() -> TokenBatch:
     )
 
 
-def measure(layout: str) -> tuple[float, dict[str, Tensor]]:
+def measure(config: ModelConfig, layout: str) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients, by global name, of one step under `layout`."""
     parallel = ParallelConfig.parse(layout)
     mesh = ParallelMesh.create(parallel) if dist.is_initialized() else ParallelMesh.single()
     assert mesh is not None
-    model = build_model(LLAMA, mesh, key=RngKey(11))
+    model = build_model(config, mesh, key=RngKey(11))
     batch = example().share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
     loss = model.loss(batch, counts=GlobalCounts(tokens=16.0))
     loss.backward()
@@ -47,17 +57,21 @@ def measure(layout: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    ("config", "world", "layout"),
     [
-        (4, f"cp=4,{MIXED}"),
-        (4, "cp=2,tp=2,sp,cp-kind=all-to-all"),
-        (2, "cp=2,cp-kind=all-gather"),
+        (LLAMA, 4, f"cp=4,{MIXED}"),
+        (LLAMA, 4, "cp=2,tp=2,sp,cp-kind=all-to-all"),
+        (LLAMA, 2, "cp=2,cp-kind=all-gather"),
+        (HYBRID, 4, "cp=4"),  # each group of B and C goes to two ranks
+        (HYBRID, 4, "cp=2,tp=2,sp"),
     ],
 )
-def test_every_kind_in_a_model(ranks: RankPool, world: int, layout: str) -> None:
+def test_every_kind_in_a_model(
+    ranks: RankPool, config: ModelConfig, world: int, layout: str
+) -> None:
     """U28 and U29: uneven packed documents, kinds that differ from layer to layer."""
-    want = measure("tp=1")
-    loss, gradients = ranks.run(measure, world, layout)[0]
+    want = measure(config, "tp=1")
+    loss, gradients = ranks.run(measure, world, config, layout)[0]
     assert loss == pytest.approx(want[0], rel=1e-6)
     assert gradients.keys() == want[1].keys()
     total = torch.stack([g.norm() for g in want[1].values()]).norm()

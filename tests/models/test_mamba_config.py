@@ -91,14 +91,19 @@ def test_flops_are_those_of_the_recurrence() -> None:
     [
         (ParallelConfig(tp=3), r"mamba\.num_heads=8 cannot be cut over tp=3: use tp=2 or 4"),
         (ParallelConfig(tp=16), r"mamba\.num_heads=8 cannot be cut over tp=16: use tp=8"),
-        (ParallelConfig(cp=2), r"Mamba-2 cannot split documents over cp=2 ranks: use cp=1"),
+        (
+            ParallelConfig(cp=16),
+            r"cp=16: Mamba-2's 8 heads and 2 groups \(of tp=1\) cannot be dealt out over 16 ranks: "
+            r"use 8",
+        ),
+        (ParallelConfig(cp=8, tp=2), r"cp=8: Mamba-2's 4 heads and 1 groups .* 8 ranks: use 4"),
     ],
 )
 def test_layouts_that_cannot_carry_it(parallel: ParallelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         check_layout(PURE, parallel)
-    with pytest.raises(ValueError, match=r"^Mamba-2 cannot split documents over cp=2 ranks"):
-        check_layout(HYBRID, ParallelConfig(cp=2))
+    check_layout(PURE, ParallelConfig(cp=8))
+    check_layout(HYBRID, ParallelConfig(cp=4, tp=2))
 
 
 def test_groups_that_ranks_can_neither_share_nor_divide() -> None:

@@ -179,12 +179,16 @@ def test_it_is_causal_and_reaches_every_parameter(config: ModelConfig) -> None:
 # --- documents ----------------------------------------------------------------------------------
 
 
-def local_logits(model: GPT, tokens: Tensor, bounds: list[int]) -> Tensor:
-    """Logits [T, V] of documents packed into one row."""
+def local_logits(model: GPT, tokens: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits [t, V] of this rank's share of documents packed into one row, by document."""
+    mesh = model.mesh
     batch = TokenBatch.from_samples(tokens[None], cu_seqlens=torch.tensor(bounds))
+    batch = batch.share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
     with torch.no_grad():
         logits = model.stage_forward(batch)
-    return gather_logits(logits, model.mesh.tp, vocab_size=37)
+    logits = gather_logits(logits, mesh.tp, vocab_size=37)
+    stop = int(batch.cu_seqlens[1])
+    return logits[:stop], logits[stop : int(batch.cu_seqlens[-1])]
 
 
 def isolated(config: ModelConfig, layout: str) -> None:
@@ -196,17 +200,16 @@ def isolated(config: ModelConfig, layout: str) -> None:
     tokens = tokens_like(12)  # 12 tokens: sequence parallelism cuts them
     # The bound falls into a chunk of four tokens, onto one, and makes documents of one token.
     for bound in (6, 4, 11, 1):
-        whole = local_logits(model, tokens, [0, bound, 12])
+        first, second = local_logits(model, tokens, [0, bound, 12])
         changed = tokens.clone()
         changed[:bound] = (changed[:bound] + 3) % 37
-        other = local_logits(model, changed, [0, bound, 12])
-        assert torch.equal(other[bound:], whole[bound:])
-        assert not torch.equal(other[:bound], whole[:bound])
+        other, same = local_logits(model, changed, [0, bound, 12])
+        assert torch.equal(same, second)
+        assert not torch.equal(other, first)
         alone = tokens[bound:]
         if not model.sequence_parallel:
-            torch.testing.assert_close(
-                whole[bound:], local_logits(model, alone, [0, len(alone)]), rtol=1e-5, atol=1e-5
-            )
+            by_itself, _ = local_logits(model, alone, [0, len(alone)])
+            torch.testing.assert_close(second, by_itself, rtol=1e-5, atol=1e-5)
     mesh.close()
 
 
@@ -216,9 +219,9 @@ def test_packed_documents_are_isolated_exactly(config: ModelConfig) -> None:
     isolated(config, "tp=1")
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp"])
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp", "cp=2"])
 def test_packed_documents_are_isolated_exactly_over_ranks(ranks: RankPool, layout: str) -> None:
-    """U41 with heads cut over ranks."""
+    """U41 with heads cut over ranks, and with documents cut over ranks."""
     ranks.run(isolated, 2, HYBRID, layout)
 
 
@@ -227,7 +230,7 @@ def test_packed_and_batched_samples_agree(config: ModelConfig) -> None:
     """Samples of one length, given as a batch or as documents of a row."""
     model = build_model(config)
     tokens = tokens_like(3, 7)
-    packed = local_logits(model, tokens.flatten(), [0, 7, 14, 21])
+    packed = torch.cat(local_logits(model, tokens.flatten(), [0, 7, 14, 21]))
     torch.testing.assert_close(packed.view(3, 7, -1), model(tokens), rtol=1e-5, atol=1e-5)
 
 

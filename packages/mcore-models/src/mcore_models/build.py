@@ -143,8 +143,8 @@ def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
     mamba, tp, cp = config.mamba, parallel.tp, parallel.cp
     if mamba is not None:
         heads, groups = mamba.num_heads // tp, max(mamba.num_groups // tp, 1)
-        what = f"Mamba-2 over cp={cp}: {heads} heads and {groups} groups"
-        check_heads(heads, groups, cp, what=what + (f" (of tp={tp})" if tp > 1 else ""))
+        what = f"cp={cp}: Mamba-2's {heads} heads and {groups} groups (of tp={tp})"
+        check_heads(heads, groups, cp, what=what)
     for index, letters in enumerate(config.layer_pattern):
         if "*" in letters:
             check_context_attention(

@@ -242,6 +242,20 @@ class TokenContext:
     dropout: "ResidualDropout | None" = None
     auxiliary: "AuxiliaryLosses | None" = None
 
+    def check_shares(self, wanted: int) -> None:
+        """Check that a layer over `wanted` context-parallel ranks can run this batch.
+
+        Raises:
+            ValueError: the batch is not one of so many shares, or there is a cache for shares.
+        """
+        if self.batch.shares != wanted:
+            raise ValueError(
+                f"the batch is one of {self.batch.shares} shares of its documents and cp={wanted}: "
+                f"give each rank TokenBatch.share(cp.rank, {wanted}) of the whole"
+            )
+        if wanted > 1 and self.cache is not None:
+            raise ValueError(f"earlier tokens cannot be cached over cp={wanted} ranks: use cp=1")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResidualDropout:

@@ -4,6 +4,10 @@ T tokens, H hidden, I inner width, G groups, N state size, h heads of P channels
 convolution; I, G and h are those of this rank, B documents.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from mcore_models.common.builder import BuildContext
 from mcore_models.config import ModelConfig
 from mcore_models.part_configs import MambaConfig
 from mcore_parallel import Init, ParamSpec, copy_to_group, reduce_from_group
+from mcore_parallel.context import HeadExchange
 from mcore_parallel.spec import join
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear, fused_spec
 
@@ -25,7 +30,9 @@ class Mamba2(nn.Module):
     step size dt; x, B and C go through a short causal convolution and silu; the scan follows, then
     the gated norm and the output projection. Split over heads, with the groups of B and C that they
     read: a group that several ranks read lies on all of them, as kv heads do, and their norm sums
-    over them. Communicates over the tensor-parallel group.
+    over them. Communicates over the tensor-parallel group, and over the context-parallel group,
+    whose ranks hold shares of each document: around convolution and scan they exchange tokens for
+    heads, so that each has whole documents for some of its heads (and groups, likewise).
 
     Global names are `mamba.{z,x,b,c,dt,out}.weight`, `mamba.{x,b,c}_conv.{weight,bias}`,
     `mamba.norm.weight` and, fp32 in a model of any dtype, `mamba.{a_log,d,dt_bias}`.
@@ -79,37 +86,71 @@ class Mamba2(nn.Module):
             dtype=build.dtype,
         )
         self._scan = build.kernels.ssd_scan
+        self._exchange = HeadExchange(build.mesh.cp)
+        self._part_sizes = (size, state, state, 1)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        """[T, H] to [T, H]; with a cache in `context`, new tokens continue from its states."""
-        batch, mamba = context.batch, self.config
+        """[T, H] to [T, H]; with a cache in `context`, new tokens continue from its states.
+
+        Raises:
+            ValueError: the batch is not this rank's share, or there is a cache for shares.
+        """
+        context.check_shares(self._exchange.group.size)
         rows: Tensor = self.in_proj(hidden)
         inner, _, grouped, _, heads = self.in_proj.local_sizes
-        z, mixed, dt = torch.split(rows, [inner, inner + 2 * grouped, heads], dim=-1)
-        kept = None if context.cache is None else context.cache.recall(self.layer_index)
+        z, *parts = torch.split(rows, [inner, inner, grouped, grouped, heads], dim=-1)
+        split = [
+            part.reshape(rows.shape[0], -1, size)
+            for part, size in zip(parts, self._part_sizes, strict=True)
+        ]
+        documents = _Documents.of(context.batch)
+        if self._exchange.group.size == 1:
+            y = self._mix(split, documents, context)
+        else:
+            wide = self._exchange.widen(
+                (documents.cu_seqlens, documents.cu_seqlens),
+                documents.uniform,
+                (rows.shape[0], rows.shape[0]),
+                rows.device,
+            )
+            longest = documents.max_seqlen * self._exchange.group.size
+            documents = _Documents(wide.cu_seqlens, longest, wide.uniform)
+            y = self._mix(self._exchange.to_heads(split, wide), documents, context)
+            y = self._exchange.to_rows(y, wide)
+        out: Tensor = self.out(self.norm(y.flatten(1), z))
+        return out
+
+    def _mix(
+        self, parts: Sequence[Tensor], documents: "_Documents", context: TokenContext
+    ) -> Tensor:
+        """Convolution and scan of whole documents.
+
+        x [T, h, P], b and c [T, G, N], dt [T, h, 1] to [T, h, P], for the heads that are here.
+        """
+        cache, mamba = context.cache, self.config
+        kept = None if cache is None else cache.recall(self.layer_index)
         inputs, states = (None, None) if kept is None else kept
-        mixed, inputs = self.conv(mixed, batch, inputs)
-        x, b, c = torch.split(mixed, [inner, grouped, grouped], dim=-1)
-        state = (rows.shape[0], grouped // mamba.state_size, mamba.state_size)
+        (x, b, c), inputs = self.conv(parts[:3], documents, inputs)
+        of_heads = (self._exchange.my_heads(p) for p in (self.a_log, self.d, self.dt_bias))
+        a_log, d, dt_bias = of_heads
         y, states = self._scan(
-            x.reshape(rows.shape[0], heads, mamba.head_dim),
-            dt,
-            self.a_log,
-            b.reshape(state),
-            c.reshape(state),
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            uniform=batch.uniform,
-            d=self.d,
-            dt_bias=self.dt_bias,
+            x,
+            parts[3].squeeze(-1),
+            a_log,
+            b,
+            c,
+            cu_seqlens=documents.cu_seqlens,
+            max_seqlen=documents.max_seqlen,
+            uniform=documents.uniform,
+            d=d,
+            dt_bias=dt_bias,
             dt_limits=mamba.dt_limits,
             initial_states=states,
             chunk_size=mamba.chunk_size,
         )
-        if context.cache is not None:
-            context.cache.keep(self.layer_index, (inputs, states))
-        out: Tensor = self.out(self.norm(y.flatten(1), z))
-        return out
+        if cache is not None:
+            cache.keep(self.layer_index, (inputs, states))
+        return y
 
     def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
         """The specs of `a_log`, `d` and `dt_bias`, global `<prefix>.<name>` [h]."""
@@ -133,10 +174,24 @@ class Mamba2(nn.Module):
         }
 
 
+@dataclass(frozen=True)
+class _Documents:
+    """The bounds of documents, as operators take them."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    uniform: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Self:
+        return cls(batch.cu_seqlens, batch.max_seqlen, batch.uniform)
+
+
 class CausalConv(nn.Module):
     """The convolution over x, B and C, each cut as its projection is.
 
-    Weight [I + 2·G·N, W] is uniform within ± 1 / sqrt(W), the bias starts at 0.
+    Weight [I + 2·G·N, W] is uniform within ± 1 / sqrt(W), the bias starts at 0. Called with the
+    heads and groups that `exchange` gives this rank, it takes the rows of the weight for these.
     """
 
     def __init__(self, mamba: MambaConfig, build: BuildContext) -> None:
@@ -157,22 +212,42 @@ class CausalConv(nn.Module):
         else:
             self.register_parameter("bias", None)
         self._conv = build.kernels.causal_conv1d
+        self._exchange = HeadExchange(build.mesh.cp)
 
     def forward(
-        self, rows: Tensor, batch: TokenBatch, before: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """silu of the convolution [T, I + 2·G·N], and the last W-1 inputs of each document.
+        self, parts: Sequence[Tensor], documents: _Documents, before: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """silu of the convolution of x, B and C, and the last W-1 inputs of each document.
 
-        `before` [B, W-1, I + 2·G·N] are the inputs before the batch's.
+        x [T, h, P], b and c [T, G, N] keep their shapes; `before` and what is returned of the
+        inputs are [B, W-1, I + 2·G·N].
         """
-        return self._conv(
-            rows,
-            self.weight,
-            self.bias,
-            cu_seqlens=batch.cu_seqlens,
-            uniform=batch.uniform,
+        mixed, last = self._conv(
+            torch.cat([part.flatten(1) for part in parts], 1),
+            self._mine(self.weight),
+            None if self.bias is None else self._mine(self.bias),
+            cu_seqlens=documents.cu_seqlens,
+            uniform=documents.uniform,
             initial_states=before,
             silu=True,
+        )
+        split = torch.split(mixed, [part.shape[1:].numel() for part in parts], 1)
+        return tuple(y.reshape(x.shape) for y, x in zip(split, parts, strict=True)), last
+
+    def _mine(self, parameter: Tensor) -> Tensor:
+        """The rows of the weight or bias for the channels that are here."""
+        if self._exchange.group.size == 1:
+            return parameter
+        sizes = [part.local_features(self._group.size) for part in self._parts.values()]
+        return torch.cat(
+            [
+                self._exchange.my_heads(piece.view(-1, part.unit_size, *piece.shape[1:])).flatten(
+                    0, 1
+                )
+                for piece, part in zip(
+                    torch.split(parameter, sizes), self._parts.values(), strict=True
+                )
+            ]
         )
 
     def param_specs(self, prefix: str) -> dict[str, ParamSpec]:

@@ -2,7 +2,7 @@
 
 from mcore_parallel.context.attention import context_attention
 from mcore_parallel.context.gather import AllGatherAttention
-from mcore_parallel.context.heads import AllToAllAttention
+from mcore_parallel.context.heads import AllToAllAttention, HeadExchange
 from mcore_parallel.context.kinds import (
     ContextKind,
     check_context_attention,
@@ -17,6 +17,7 @@ __all__ = [
     "AllToAllAttention",
     "ContextKind",
     "DocumentPadding",
+    "HeadExchange",
     "RingAttention",
     "SequenceSplit",
     "check_context_attention",

@@ -1,4 +1,4 @@
-"""All-to-all attention: rows of some heads are exchanged for some rows of all heads, and back.
+"""Rows of some heads are exchanged for some rows of all heads, and back: attention, and the means.
 
 Jacobs et al., "DeepSpeed Ulysses", 2023. n ranks of a group that hold neighbouring chunks exchange;
 each then has Q / n heads of all their rows, which are a larger share of the same zigzag split.
@@ -20,7 +20,87 @@ from mcore_parallel.context.local import LastPlan, document_order, local_documen
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionOp, TorchAttention
 
-__all__ = ["AllToAllAttention"]
+__all__ = ["AllToAllAttention", "HeadExchange", "WideRows"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WideRows:
+    """The rows of all ranks of an exchange: their order, and the bounds of their documents.
+
+    order [n · t]: where they are among the ranks' rows, one rank after another; inverse: the way
+    back. cu_seqlens, uniform: as `AttentionOp` takes them.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    cu_seqlens: Tensor
+    uniform: tuple[int, int] | None
+
+
+class HeadExchange:
+    """Lets a layer that mixes tokens see whole documents, for its share of the heads.
+
+    For layers over the zigzag shares of `SequenceSplit`, whose heads do not mix. The rows past the
+    last document come last. Everything is differentiable.
+
+    group: who exchanges, neighbours in the split.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._plans: LastPlan[WideRows] = LastPlan()
+
+    def widen(
+        self,
+        cu_seqlens: tuple[Tensor, Tensor],
+        uniform: tuple[int, int] | None,
+        rows: tuple[int, int],
+        device: torch.device,
+    ) -> WideRows:
+        """Return what the exchanged rows are, from the bounds and numbers of this rank's.
+
+        cu_seqlens, rows: those of queries and of keys. Reads the bounds from the device, unless
+        `uniform` or for a batch that was asked about last.
+        """
+        size = self.group.size
+
+        def make() -> WideRows:
+            order = document_order(local_documents(cu_seqlens, uniform, rows), rows[0], size)
+            return WideRows(
+                order=order.to(device),
+                inverse=order.argsort().to(device),
+                cu_seqlens=(cu_seqlens[0] * size).to(torch.int32),
+                uniform=None if uniform is None else (uniform[0], uniform[1] * size),
+            )
+
+        return self._plans.get(cu_seqlens, uniform, (rows, device), make)
+
+    def to_heads(self, parts: Sequence[Tensor], wide: WideRows) -> list[Tensor]:
+        """Give the other ranks their heads of my rows; return my heads of all rows, in order.
+
+        Each part [t, heads, D] becomes [n · t, heads / n, D]. With fewer heads than ranks each goes
+        to the n / heads ranks that share it, and its gradients are summed.
+        """
+        dealt = [_dealt(x, self.group.size) for x in parts]
+        shapes = [part.shape[2:] for part in dealt]
+        sent = torch.cat([part.flatten(2) for part in dealt], 2)
+        rows = exchange(sent.flatten(0, 1), self.group).index_select(0, wide.order)
+        split = torch.split(rows, [shape.numel() for shape in shapes], dim=1)
+        return [part.reshape(-1, *shape) for part, shape in zip(split, shapes, strict=True)]
+
+    def to_rows(self, x: Tensor, wide: WideRows) -> Tensor:
+        """Return all heads of my rows: [n · t, heads / n, …] to [t, heads, …]."""
+        size = self.group.size
+        rows = exchange(x.flatten(1).index_select(0, wide.inverse), self.group)
+        return rows.view(size, x.shape[0] // size, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+    def my_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the slice of `x` for the heads that `to_heads` gives me, as a view.
+
+        For parameters, of which `dim` counts heads: fewer than ranks are shared in the same way.
+        """
+        heads, size = x.shape[dim], self.group.size
+        return x.narrow(dim, self.group.rank * heads // size, max(1, heads // size))
 
 
 class AllToAllAttention:
@@ -42,7 +122,7 @@ class AllToAllAttention:
     def __init__(self, group: Group, op: AttentionOp | None = None) -> None:
         self.group = group
         self.op: AttentionOp = TorchAttention() if op is None else op
-        self._plans: LastPlan[_Plan] = LastPlan()
+        self._exchange = HeadExchange(group)
 
     def __call__(
         self,
@@ -61,68 +141,30 @@ class AllToAllAttention:
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionOp`. All ranks of the group call it together, backward included."""
         size, bounds = self.group.size, (cu_seqlens_q, cu_seqlens_k)
-        rows = q.shape[0], k.shape[0]
         check_heads(q.shape[1], k.shape[1], size)
-
-        def make() -> _Plan:
-            order = document_order(local_documents(bounds, uniform, rows), rows[0], size)
-            cu_seqlens = (cu_seqlens_q * size).to(torch.int32)
-            return _Plan(
-                order=order.to(q.device),
-                inverse=order.argsort().to(q.device),
-                cu_seqlens=cu_seqlens,
-                uniform=None if uniform is None else (uniform[0], uniform[1] * size),
-            )
-
-        if size == 1:
-            plan = None
-            wide_bounds, wide_uniform = bounds, uniform
-        else:
-            plan = self._plans.get(bounds, uniform, (rows, q.device), make)
-            q, k, v = self._to_heads((q, k, v), plan)
-            wide_bounds, wide_uniform = (plan.cu_seqlens, plan.cu_seqlens), plan.uniform
+        wide = None
+        if size > 1:
+            rows = q.shape[0], k.shape[0]
+            wide = self._exchange.widen(bounds, uniform, rows, q.device)
+            q, k, v = self._exchange.to_heads((q, k, v), wide)
+            bounds, uniform = (wide.cu_seqlens, wide.cu_seqlens), wide.uniform
         out, lse = self.op(
             q,
             k,
             v,
-            cu_seqlens_q=wide_bounds[0],
-            cu_seqlens_k=wide_bounds[1],
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_k=bounds[1],
             max_seqlen_q=max_seqlen_q * size,
             max_seqlen_k=max_seqlen_k * size,
-            uniform=wide_uniform,
+            uniform=uniform,
             causal=causal,
             window=window,
             scale=scale,
         )
-        if plan is None:
+        if wide is None:
             return out, lse
-        return self._to_rows(out, plan), self._to_rows(lse.detach().unsqueeze(-1), plan).squeeze(-1)
-
-    def _to_heads(self, qkv: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
-        """Give the other ranks their heads of my rows; return my heads of all rows, in order."""
-        size = self.group.size
-        parts = [_dealt(x, size) for x in qkv]
-        shapes = [part.shape[2:] for part in parts]
-        sent = torch.cat([part.flatten(2) for part in parts], 2)
-        rows = exchange(sent.flatten(0, 1), self.group).index_select(0, plan.order)
-        split = torch.split(rows, [shape.numel() for shape in shapes], dim=1)
-        return [part.reshape(-1, *shape) for part, shape in zip(split, shapes, strict=True)]
-
-    def _to_rows(self, x: Tensor, plan: _Plan) -> Tensor:
-        """The way back: [n · t, Q / n, …] to [t, Q, …]."""
-        size = self.group.size
-        rows = exchange(x.flatten(1).index_select(0, plan.inverse), self.group)
-        return rows.view(size, x.shape[0] // size, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Plan:
-    """The order of the documents in all ranks' rows, and their bounds there."""
-
-    order: Tensor
-    inverse: Tensor
-    cu_seqlens: Tensor
-    uniform: tuple[int, int] | None
+        lse = self._exchange.to_rows(lse.detach().unsqueeze(-1), wide).squeeze(-1)
+        return self._exchange.to_rows(out, wide), lse
 
 
 def _dealt(x: Tensor, size: int) -> Tensor:
