@@ -82,6 +82,6 @@ def test_the_tokenizer_travels_with_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_there_is_no_validation_text() -> None:
-    assert not tasks().has_validation
-    assert tasks().validation_batches() == []
+    assert not tasks().validation_sets
+    assert tasks().validation_batches("validation") == []
     assert isinstance(tasks().config, RLConfig)

@@ -148,7 +148,7 @@ def read_rank(tree: dict[str, Any], steps: int) -> Seen:
         data = ReplicaData(config, mesh)
         batches = data.batches()
         train = [[plain(batch) for batch in next(batches)] for _ in range(steps)]
-        validation = [plain(batch) for batch in data.validation_batches()]
+        validation = [plain(batch) for batch in data.validation_batches("validation")]
         data.close()
     replica = mesh.dp.rank
     mesh.close()
@@ -238,7 +238,7 @@ def error_rank(tree: dict[str, Any], after: int, what: str) -> tuple[int, str, s
                 if what == "train":
                     next(batches)
                 else:
-                    data.validation_batches()
+                    data.validation_batches("validation")
                 finished += 1
         except (ValueError, RuntimeError, OSError) as error:
             return finished, type(error).__name__, str(error)

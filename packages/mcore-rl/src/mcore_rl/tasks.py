@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Tasks:
     from random weights; it is that of the run's start, also after a resume.
     """
 
-    has_validation = False
+    validation_sets: Sequence[str] = ()
 
     def __init__(
         self, config: RLConfig, tokenizer: Tokenizer, *, reference: Path | None = None
@@ -51,7 +51,11 @@ class Tasks:
             first, self.taken = self.taken, self.taken + per_step
             yield [training_task(self.config.seed, i) for i in range(first, self.taken)]
 
-    def validation_batches(self) -> list[TokenBatch]:
+    def counters(self, consumed: int) -> Mapping[str, float]:
+        """Return nothing: there is one source of tasks."""
+        return {}
+
+    def validation_batches(self, name: str) -> list[TokenBatch]:
         """Return nothing: rewards are measured on held-out tasks instead of a loss on text."""
         return []
 

@@ -31,14 +31,25 @@ def _require(condition: bool, message: str) -> None:
 class DataConfig:
     """Where the tokens come from.
 
-    `train` is a prefix of `.bin/.idx` files. `validation` is another one, or None: then `split`
-    divides the documents of `train`. `tokenizer` is a folder written by `mcore-data
-    train-tokenizer`; it travels into the checkpoints. `mock` makes random tokens instead. The
-    four options on documents are those of `mcore_data.GPTDataset`.
+    `train` is a prefix of `.bin/.idx` files, `blend` several: `A B`, each in proportion to its
+    samples, or weights and files in turn, `0.3 A 0.7 B`. `validation` is another prefix, or None:
+    then `split` divides the documents of the training files. In their stead `parts` is a JSON file
+    with a blend for each part and validation sets by name (see `mcore_data.Corpus.read`). `weights`
+    is a JSON file of weights by the samples consumed (`mcore_data.WeightSchedule.read`). Weights
+    may change from one run to the next: each file goes on where it stands. `each_validation` makes
+    every validation file a set of its own.
+
+    `tokenizer` is a folder written by `mcore-data train-tokenizer`; it travels into the
+    checkpoints. `mock` makes random tokens instead. The four options on documents are those of
+    `mcore_data.GPTDataset`.
     """
 
     train: Path | None = None
+    blend: tuple[str, ...] | None = None
+    parts: Path | None = None
+    weights: Path | None = None
     validation: Path | None = None
+    each_validation: bool = False
     split: str = "969,30,1"
     tokenizer: Path | None = None
     seq_length: int = 256
@@ -58,9 +69,29 @@ class DataConfig:
             not self.mock or self.train is None,
             f"data.mock makes random tokens, so data.train={self.train} would not be read",
         )
+        self._check_files()
         _require(
             not asked or self.eod_id is not None or self.tokenizer is not None,
             f"{', '.join(asked)}: to know where documents end they need eod_id or a tokenizer",
+        )
+
+    def _check_files(self) -> None:
+        kinds = ("train", "blend", "parts", "mock")
+        given = [f"data.{name}" for name in kinds if getattr(self, name)]
+        _require(len(given) < 2, f"{' and '.join(given)}: each says what to train on, give one")
+        _require(
+            self.parts is None or self.validation is None,
+            f"data.validation={self.validation} would not be read: data.parts={self.parts} names "
+            "the validation files",
+        )
+        several = self.blend is not None or self.parts is not None
+        _require(
+            self.weights is None or several,
+            f"data.weights={self.weights} is for the files of data.blend or data.parts",
+        )
+        _require(
+            not self.each_validation or (several and self.validation is None),
+            "data.each_validation is for validation files of data.parts, or cut from data.blend",
         )
 
 

@@ -17,120 +17,17 @@ import torch
 from torch import Tensor
 
 from mcore_data import (
-    BatchSampler,
-    GPTDataset,
-    IndexedReader,
+    BlendLoader,
+    BlendSampler,
     MicroBatch,
     MicroBatchLoader,
-    Sample,
-    SampleSource,
-    Tokenizer,
     ValidationLoader,
-    document_ranges,
-    load_tokenizer,
 )
 from mcore_data.tokenizers import tokenizer_files
 from mcore_models import TokenBatch
 from mcore_parallel import Group, ParallelMesh, broadcast, broadcast_object
-from mcore_train.config import DataConfig, TrainConfig
-
-MOCK_SAMPLES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """What a reader of samples has: training, validation (None without), and the tokenizer."""
-
-    train: SampleSource
-    validation: SampleSource | None
-    tokenizer: Tokenizer | None
-
-
-class MockSamples:
-    """Random tokens: sample i is a function of (seed, i). For benchmarks and parity."""
-
-    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        rng = np.random.default_rng((self.seed, index))
-        text = rng.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
-        return Sample(
-            tokens=text[:-1],
-            labels=text[1:],
-            loss_mask=np.ones(self.seq_length, np.float32),
-            positions=np.arange(self.seq_length, dtype=np.int64),
-            cu_seqlens=np.array([0, self.seq_length], np.int32),
-        )
-
-
-def open_datasets(config: TrainConfig) -> Datasets:
-    """Open the files that `config.data` names.
-
-    Raises:
-        ValueError: a file is missing or damaged, or too short for one sample; or the tokenizer has
-            more tokens than the model.
-    """
-    data = config.data
-    if data.mock:
-        size, vocabulary = data.seq_length, config.model.vocab_size
-        return Datasets(
-            train=MockSamples(MOCK_SAMPLES, size, vocabulary, config.seed),
-            validation=MockSamples(config.evaluate.windows, size, vocabulary, config.seed + 1),
-            tokenizer=None,
-        )
-    if data.train is None:
-        raise ValueError("data.train is not set: give a prefix of .bin/.idx files, or data.mock")
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
-    _check_vocabulary(config, tokenizer)
-    reader = IndexedReader(data.train)
-    if data.validation is None:
-        other, documents = reader, document_ranges(data.split, len(reader))
-    else:
-        other = IndexedReader(data.validation)
-        documents = (range(len(reader)), range(len(other)))
-
-    def dataset(source: IndexedReader, chosen: range) -> GPTDataset:
-        return GPTDataset(
-            source,
-            chosen,
-            seq_length=data.seq_length,
-            seed=config.seed,
-            eod_id=end_of_document(data, tokenizer),
-            reset_positions=data.reset_positions,
-            reset_attention=data.reset_attention,
-            mask_eod_loss=data.mask_eod_loss,
-            mask_after_eod=data.mask_after_eod,
-            cache_dir=data.cache,
-        )
-
-    return Datasets(
-        train=dataset(reader, documents[0]),
-        validation=dataset(other, documents[1]) if documents[1] else None,
-        tokenizer=tokenizer,
-    )
-
-
-def end_of_document(data: DataConfig, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a document: the config's, else the tokenizer's."""
-    if data.eod_id is not None or tokenizer is None:
-        return data.eod_id
-    return tokenizer.eod_id
-
-
-def _check_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> None:
-    size = config.model.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size > size:
-        raise ValueError(
-            f"model.vocab_size={size} is smaller than the {tokenizer.vocab_size} tokens of "
-            f"{config.data.tokenizer}: use vocab_size {tokenizer.vocab_size} or more"
-        )
+from mcore_train.config import TrainConfig
+from mcore_train.sources import open_datasets
 
 
 class ReplicaData:
@@ -139,17 +36,20 @@ class ReplicaData:
     Under context parallelism each rank then keeps its share of every document.
     Samples are taken epoch by epoch, each in another order, as a function of seed and consumed
     samples alone: the order depends neither on the number of replicas nor on the length of the
-    run, and a run can go on at any sample.
+    run, and a run can go on at any sample. The same holds for every source of a blend, whose
+    weights may have changed when it goes on.
     """
 
     def __init__(self, config: TrainConfig, mesh: ParallelMesh) -> None:
         self.config = config
         self.mesh = mesh
         self.datasets = open_datasets(config)
-        train = self.datasets.train
-        sampler = BatchSampler(len(train), config.batch.global_size, config.seed, shuffle=True)
-        self.loader = MicroBatchLoader(
-            train,
+        sampler = self.datasets.sampler
+        kind: Callable[..., MicroBatchLoader] = (
+            BlendLoader if isinstance(sampler, BlendSampler) else MicroBatchLoader
+        )
+        self.loader = kind(
+            self.datasets.train,
             sampler,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
@@ -157,22 +57,21 @@ class ReplicaData:
         )
 
     @property
-    def has_validation(self) -> bool:
-        """Whether there are validation samples."""
-        return self.datasets.validation is not None
+    def validation_sets(self) -> tuple[str, ...]:
+        """The names of the validation sets; one without a name of its own is `validation`."""
+        return tuple(self.datasets.validation)
 
     def batches(self) -> Iterator[list[TokenBatch]]:
         """Yield the micro-batches of one step after another, from where the loader stands."""
         while True:
             yield self._share(lambda: next(self.loader))
 
-    def validation_batches(self) -> list[TokenBatch]:
-        """Return this replica's share of the validation windows, equally many on every replica.
+    def validation_batches(self, name: str) -> list[TokenBatch]:
+        """Return this replica's share of a set's windows, equally many on every replica.
 
         Rows beyond the last window have loss mask 0.
         """
-        source = self.datasets.validation
-        assert source is not None
+        source = self.datasets.validation[name]
         loader = ValidationLoader(
             source,
             dp_rank=self.mesh.dp.rank,
@@ -188,11 +87,14 @@ class ReplicaData:
 
     def state_dict(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint needs to go on after `consumed` samples, JSON-able."""
-        return {
-            "consumed_samples": consumed,
-            "sampler": self.loader.sampler.state(),
-            "seq_length": self.config.data.seq_length,
-        }
+        return {**self.loader.state_at(consumed), "seq_length": self.config.data.seq_length}
+
+    def counters(self, consumed: int) -> dict[str, float]:
+        """Return how many of the first `consumed` samples came from each source of a blend."""
+        sampler = self.loader.sampler
+        if not isinstance(sampler, BlendSampler):
+            return {}
+        return {f"samples/{name}": count for name, count in sampler.counts(consumed).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.

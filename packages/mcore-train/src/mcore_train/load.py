@@ -211,6 +211,8 @@ def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
             checked[key] = str(value)
         elif isinstance(value, str) and tuple[str, ...] in typing.get_args(hints[key]):
             checked[key] = value.split()
+        elif isinstance(value, list) and tuple[str, ...] in typing.get_args(hints[key]):
+            checked[key] = [str(word) for word in value]  # `[0.3, code, 0.7, web]`
         else:
             checked[key] = value
     return checked

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_data import IndexedReader
 from mcore_models import check_layout
 from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
@@ -24,6 +23,7 @@ from mcore_train.callbacks import (
 from mcore_train.config import Device, TrainConfig, WorldPlan
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.session import build_session
+from mcore_train.sources import check_files
 from mcore_train.step import StepMetrics
 from mcore_train.trainer import Trainer
 
@@ -65,6 +65,8 @@ class _Last(Callback):
         self.loss = metrics.loss
 
     def on_evaluate(self, trainer: Trainer, name: str, loss: float) -> None:
+        if name != "validation":  # one of several sets
+            return
         self.validation_loss = loss
         if self.first_validation_loss is None:
             self.first_validation_loss = loss
@@ -110,14 +112,7 @@ def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
     """
     plan = config.check_world(world_size)
     check_layout(config.model, plan.parallel)
-    if not config.data.mock:
-        if config.data.train is None:
-            raise ValueError(
-                "data.train is not set: give a prefix of .bin/.idx files, or data.mock"
-            )
-        IndexedReader(config.data.train)
-        if config.data.validation is not None:
-            IndexedReader(config.data.validation)
+    check_files(config)
     check_writable("checkpoint.directory", config.checkpoint.directory)
     check_writable("log.directory", config.log.directory)
     return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,16 +34,16 @@ class DataSource(Protocol):
     """
 
     @property
-    def has_validation(self) -> bool:
-        """Whether there is something to measure the validation loss on."""
+    def validation_sets(self) -> Sequence[str]:
+        """The names of what there is to measure the validation loss on; most often `validation`."""
         ...
 
     def batches(self) -> Iterator[Any]:
         """Yield what one step takes after another, from where the source stands."""
         ...
 
-    def validation_batches(self) -> list[TokenBatch]:
-        """Return this replica's share of the validation samples, equally many on every replica."""
+    def validation_batches(self, name: str) -> list[TokenBatch]:
+        """Return this replica's share of a set's samples, equally many on every replica."""
         ...
 
     def files(self) -> dict[str, Path | bytes]:
@@ -56,6 +56,10 @@ class DataSource(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; ValueError when that is not possible."""
+        ...
+
+    def counters(self, consumed: int) -> Mapping[str, float]:
+        """Return numbers for the logs after `consumed` samples, by name, the same on every rank."""
         ...
 
     def close(self) -> None:

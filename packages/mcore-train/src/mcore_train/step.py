@@ -189,10 +189,10 @@ class Step:
         return f"loss {loss} and gradient norm {norm} are not both finite: {where}"
 
 
-def evaluate(session: Session) -> float:
-    """Return the mean loss over all valid tokens of the validation windows; all ranks call it."""
+def evaluate(session: Session, name: str = "validation") -> float:
+    """Return the mean loss over all valid tokens of a validation set; all ranks call it."""
     mesh, model = session.mesh, session.model
-    batches = session.data.validation_batches()
+    batches = session.data.validation_batches(name)
     tokens = count_tokens(batches, mesh)
     counts = GlobalCounts(tokens=tokens)
 

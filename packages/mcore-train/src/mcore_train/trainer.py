@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class Trainer:
                 self.progress.step += 1
                 self.progress.consumed += self.config.batch.global_size
                 agreed = metrics.stop
+                counters = self.session.data.counters(self.progress.consumed)
+                metrics = dataclasses.replace(metrics, extra={**metrics.extra, **counters})
                 for callback in self.callbacks:
                     callback.on_step(self, metrics)
                 for callback in self.callbacks:
@@ -76,9 +79,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.close()
 
-    def evaluate(self) -> float:
-        """Return the validation loss: mean over all valid tokens of the validation windows."""
-        return evaluate(self.session)
+    def evaluate(self, name: str = "validation") -> float:
+        """Return the validation loss: mean over all valid tokens of the windows of a set."""
+        return evaluate(self.session, name)
 
     def save(self, directory: Path, *, keep_last: int | None = None) -> Path:
         """Save the whole state below `directory`; returns when it is durable."""

@@ -163,6 +163,20 @@ class Corpus:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
+    def validation_sets(self) -> dict[str, Blend]:
+        """Return the files of every validation set by its name; with a split those of `train`."""
+        sets = dict(self.validation)
+        if self.split is not None:
+            assert self.train is not None
+            sets = {"validation": self.train}
+        if not self.each_validation:
+            return sets
+        return {
+            short if name == "validation" else f"{name}/{short}": Blend(prefixes=(file,))
+            for name, blend in sets.items()
+            for file, short in zip(blend.prefixes, blend.names(), strict=True)
+        }
+
     def build(
         self,
         *,
@@ -271,21 +285,14 @@ class Corpus:
         self, train: int | None, validation: int | None, test: int | None
     ) -> Iterator[_Part]:
         cuts: tuple[int | None, ...] = (None, None, None) if self.split is None else (0, 1, 2)
-        whole = self.split is not None
-        sets = {"validation": self.train} if whole else self.validation
         wanted: list[tuple[str, Blend | None, int | None, int | None]] = [
             ("train", self.train, cuts[0], train)
         ]
-        for name, blend in sets.items():
-            assert blend is not None
-            label = "validation" if name == "validation" else f"validation/{name}"
-            if not self.each_validation:
-                wanted.append((label, blend, cuts[1], validation))
-                continue
-            prefix = f"{label}/" if label != "validation" else "validation/"
-            for file, short in zip(blend.prefixes, blend.names(), strict=True):
-                wanted.append((prefix + short, Blend(prefixes=(file,)), cuts[1], validation))
-        wanted.append(("test", self.train if whole else self.test, cuts[2], test))
+        for name, files in self.validation_sets().items():
+            label = name if name == "validation" else f"validation/{name}"
+            wanted.append((label, files, cuts[1], validation))
+        test_files = self.test if self.split is None else self.train
+        wanted.append(("test", test_files, cuts[2], test))
         for name, blend, cut, num_samples in wanted:
             if blend is not None and num_samples != 0:
                 yield _Part(name=name, blend=blend, cut=cut, num_samples=num_samples)

@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     from mcore_train.trainer import Trainer
 
 
+_UNNAMED = "validation"
+
+
 class Evaluate(Callback):
-    """Measure the validation loss every `interval` steps and after the last one."""
+    """Measure the validation loss every `interval` steps and after the last one.
+
+    With sets by name the loss of each is `validation/NAME`, and `validation` the mean over sets.
+    """
 
     def __init__(self, config: EvaluateConfig) -> None:
         self.config = config
@@ -34,9 +40,14 @@ class Evaluate(Callback):
         self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
-        if self.evaluated_step == trainer.step or not trainer.session.data.has_validation:
+        sets = trainer.session.data.validation_sets
+        if self.evaluated_step == trainer.step or not sets:
             return
         self.evaluated_step = trainer.step
-        loss = trainer.evaluate()
-        for callback in trainer.callbacks:
-            callback.on_evaluate(trainer, "validation", loss)
+        losses = {name: trainer.evaluate(name) for name in sets}
+        named = tuple(sets) != (_UNNAMED,)
+        rows = {f"{_UNNAMED}/{name}": loss for name, loss in losses.items() if named}
+        rows[_UNNAMED] = sum(losses.values()) / len(losses)
+        for name, loss in rows.items():
+            for callback in trainer.callbacks:
+                callback.on_evaluate(trainer, name, loss)

@@ -1,0 +1,278 @@
+"""What a run's config of data opens: samples, their order, validation sets, the tokenizer.
+
+Nothing here knows of ranks: every rank opens the same, and `data.py` shares out what is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from mcore_data import (
+    BatchSampler,
+    Blend,
+    BlendedDataset,
+    BlendSampler,
+    Corpus,
+    GPTDataset,
+    IndexedReader,
+    JoinedDataset,
+    Sample,
+    SampleSource,
+    Tokenizer,
+    WeightSchedule,
+    document_ranges,
+    load_tokenizer,
+)
+from mcore_train.config import DataConfig, TrainConfig
+
+MOCK_SAMPLES = 1 << 20
+_TRAIN, _VALIDATION = 0, 1
+_PARTS = ("training", "validation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """What a reader of samples has.
+
+    Attributes:
+        train: training samples.
+        sampler: the order in which they are consumed.
+        validation: validation samples by the name of the set.
+        tokenizer: the tokenizer, if the config names one.
+
+    """
+
+    train: SampleSource
+    sampler: BatchSampler | BlendSampler
+    validation: Mapping[str, SampleSource]
+    tokenizer: Tokenizer | None
+
+
+class MockSamples:
+    """Random tokens: sample i is a function of (seed, i). For benchmarks and parity."""
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        rng = np.random.default_rng((self.seed, index))
+        text = rng.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
+        return Sample(
+            tokens=text[:-1],
+            labels=text[1:],
+            loss_mask=np.ones(self.seq_length, np.float32),
+            positions=np.arange(self.seq_length, dtype=np.int64),
+            cu_seqlens=np.array([0, self.seq_length], np.int32),
+        )
+
+
+def open_datasets(config: TrainConfig) -> Datasets:
+    """Open the files that `config.data` names.
+
+    Raises:
+        ValueError: a file is missing or damaged, or too short for one sample; weights and files do
+            not fit together; or the tokenizer has more tokens than the model.
+    """
+    data = config.data
+    if data.mock:
+        return _mock(config)
+    corpus = corpus_of(data)
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
+    _check_vocabulary(config, tokenizer)
+    files = _Files(config, corpus.split, tokenizer)
+    assert corpus.train is not None
+    train, sampler = _training(config, corpus.train, files)
+    sets = {name: files.validation(blend) for name, blend in corpus.validation_sets().items()}
+    return Datasets(
+        train=train,
+        sampler=sampler,
+        validation={name: source for name, source in sets.items() if source is not None},
+        tokenizer=tokenizer,
+    )
+
+
+def _mock(config: TrainConfig) -> Datasets:
+    size, vocabulary = config.data.seq_length, config.model.vocab_size
+    windows = config.evaluate.windows
+    train = MockSamples(MOCK_SAMPLES, size, vocabulary, config.seed)
+    return Datasets(
+        train=train,
+        sampler=_shuffled(config, train),
+        validation={"validation": MockSamples(windows, size, vocabulary, config.seed + 1)},
+        tokenizer=None,
+    )
+
+
+def _shuffled(config: TrainConfig, source: SampleSource) -> BatchSampler:
+    return BatchSampler(len(source), config.batch.global_size, config.seed, shuffle=True)
+
+
+def corpus_of(data: DataConfig) -> Corpus:
+    """Return which files the parts of the data come from.
+
+    Raises:
+        ValueError: none are named for training, or what names them cannot be read.
+    """
+    if data.parts is not None:
+        corpus = Corpus.read(data.parts, each_validation=data.each_validation)
+        if corpus.train is None:
+            raise ValueError(f"data.parts={data.parts} names no files for train")
+        return corpus
+    if data.blend is not None:
+        train = Blend.parse(data.blend)
+    elif data.train is not None:
+        train = Blend(prefixes=(str(data.train),))
+    else:
+        raise ValueError(
+            "data.train is not set: give a prefix of .bin/.idx files, data.blend, data.parts or "
+            "data.mock"
+        )
+    if data.validation is None:
+        return Corpus(train=train, split=data.split, each_validation=data.each_validation)
+    validation = {"validation": Blend(prefixes=(str(data.validation),))}
+    return Corpus(train=train, validation=validation)
+
+
+def check_files(config: TrainConfig) -> None:
+    """Check that the files of training and validation are there and belong together.
+
+    Raises:
+        ValueError: one line naming the file.
+    """
+    if config.data.mock:
+        return
+    corpus = corpus_of(config.data)
+    assert corpus.train is not None
+    for blend in (corpus.train, *corpus.validation_sets().values()):
+        for prefix in blend.prefixes:
+            IndexedReader(prefix).close()
+    _schedule(config, corpus.train)
+
+
+def _is_blend(data: DataConfig, blend: Blend) -> bool:
+    """Whether weights say what comes next; one file without a weight is read by itself."""
+    plain = blend.weights is None and blend.counts is None and data.weights is None
+    return len(blend.prefixes) > 1 or not plain
+
+
+def _schedule(config: TrainConfig, blend: Blend) -> WeightSchedule | None:
+    """Return the weights of the training files; None: in proportion to their samples."""
+    if config.data.weights is not None:
+        return WeightSchedule.read(config.data.weights, blend.names())
+    if blend.counts is not None:
+        wanted, there = config.steps * config.batch.global_size, sum(blend.counts)
+        if wanted > there:
+            raise ValueError(
+                f"the counts of the training blend sum to {there} samples, steps={config.steps} x "
+                f"batch.global_size={config.batch.global_size} take {wanted}: use steps "
+                f"{there // config.batch.global_size} or less"
+            )
+        return WeightSchedule.constant(blend.counts)
+    return None if blend.weights is None else WeightSchedule.constant(blend.weights)
+
+
+def _training(
+    config: TrainConfig, blend: Blend, files: _Files
+) -> tuple[SampleSource, BatchSampler | BlendSampler]:
+    if not _is_blend(config.data, blend):
+        source = files.samples(blend.prefixes[0], _TRAIN)
+        return source, _shuffled(config, source)
+    # Those of weight 0 too: what a run has drawn from them before must still be known.
+    sources = [files.samples(prefix, _TRAIN) for prefix in blend.prefixes]
+    lengths = dict(zip(blend.names(), map(len, sources), strict=True))
+    sampler = BlendSampler(
+        lengths,
+        _schedule(config, blend) or list(lengths.values()),
+        config.batch.global_size,
+        config.seed,
+    )
+    return JoinedDataset(sources), sampler
+
+
+class _Files:
+    """Opens each file once and makes the samples of its parts."""
+
+    def __init__(self, config: TrainConfig, split: str | None, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.split = split
+        self.eod_id = end_of_document(config.data, tokenizer)
+        self.readers: dict[str, IndexedReader] = {}
+
+    def documents(self, prefix: str, part: int) -> range:
+        """Return which sequences of the file belong to the part."""
+        if prefix not in self.readers:
+            self.readers[prefix] = IndexedReader(prefix)
+        count = len(self.readers[prefix])
+        return range(count) if self.split is None else document_ranges(self.split, count)[part]
+
+    def samples(self, prefix: str, part: int) -> GPTDataset:
+        """Return one epoch of the samples of a part of the file."""
+        data = self.config.data
+        documents = self.documents(prefix, part)
+        try:
+            return GPTDataset(
+                self.readers[prefix],
+                documents,
+                seq_length=data.seq_length,
+                seed=self.config.seed,
+                eod_id=self.eod_id,
+                reset_positions=data.reset_positions,
+                reset_attention=data.reset_attention,
+                mask_eod_loss=data.mask_eod_loss,
+                mask_after_eod=data.mask_after_eod,
+                cache_dir=data.cache,
+            )
+        except ValueError as error:
+            raise ValueError(f"{_PARTS[part]} data: {error}") from None
+
+    def validation(self, blend: Blend) -> SampleSource | None:
+        """Return the samples of a validation set; None where its files have no documents for it.
+
+        Files with weights give as many windows as an evaluation takes, in that proportion; others
+        give all that they have.
+        """
+        part = _VALIDATION
+        there = [bool(self.documents(prefix, part)) for prefix in blend.prefixes]
+        if not any(there):
+            return None
+        shares = blend.weights or blend.counts or (1,) * len(there)
+        chosen = [
+            k for k, (ok, share) in enumerate(zip(there, shares, strict=True)) if ok and share
+        ]
+        if not chosen:
+            raise ValueError(
+                f"no file of the blend {list(blend.prefixes)} has validation documents"
+            )
+        sources = [self.samples(blend.prefixes[k], part) for k in chosen]
+        if len(blend.prefixes) == 1:
+            return sources[0]
+        if blend.weights is not None:
+            weights = [blend.weights[k] for k in chosen]
+            return BlendedDataset.by_weights(sources, weights, self.config.evaluate.windows)
+        counts = None if blend.counts is None else [blend.counts[k] for k in chosen]
+        return BlendedDataset.by_counts(sources, counts)
+
+
+def end_of_document(data: DataConfig, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends a document: the config's, else the tokenizer's."""
+    if data.eod_id is not None or tokenizer is None:
+        return data.eod_id
+    return tokenizer.eod_id
+
+
+def _check_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> None:
+    size = config.model.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > size:
+        raise ValueError(
+            f"model.vocab_size={size} is smaller than the {tokenizer.vocab_size} tokens of "
+            f"{config.data.tokenizer}: use vocab_size {tokenizer.vocab_size} or more"
+        )
