@@ -208,7 +208,7 @@ def test_the_command_names_the_first_difference(
             found = dataclasses.replace(found, gradients=gradients)
         return [found, *[None] * (size - 1)]
 
-    monkeypatch.setattr("mcore_train.parity.launch_local", launch)
+    monkeypatch.setattr("mcore_train.parity.run.launch_local", launch)
     file = tmp_path / "toy.yaml"
     file.write_text(yaml.safe_dump(toy_tree(steps=2)))
     command = ["parity", "--config", str(file), "--train-steps", "1"]
