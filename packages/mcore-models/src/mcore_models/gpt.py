@@ -22,7 +22,7 @@ from mcore_models.common.batch import (
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
-from mcore_models.common.moe import BALANCE_LOSS
+from mcore_models.common.moe import auxiliary_names
 from mcore_models.common.norm import build_norm
 from mcore_models.config import ModelConfig
 from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
@@ -182,9 +182,7 @@ class GPT(nn.Module):
         Pass one to every `stage_forward` and `loss` of a step, on every pipeline stage. Its names
         are those of the whole model, the same on every rank.
         """
-        moe = self.config.moe
-        balanced = moe is not None and moe.aux_loss_coefficient > 0
-        return AuxiliaryLosses(counts, (BALANCE_LOSS,) if balanced else ())
+        return AuxiliaryLosses(counts, auxiliary_names(self.config.moe))
 
     def specs(self) -> dict[str, ParamSpec]:
         """Layout, initial values and gradient synchronisation of every parameter here, by name.
@@ -238,6 +236,7 @@ class GPT(nn.Module):
             cache=cache,
             dropout=dropout,
             auxiliary=auxiliary if self.training else None,
+            rng=rng if self.training else None,
         )
 
     def _local(self, rows: Tensor) -> Tensor:

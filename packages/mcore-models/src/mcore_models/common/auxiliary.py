@@ -1,6 +1,6 @@
 """Losses of layers, which have a gradient where they arise and a value that is reported."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,8 @@ class AuxiliaryLosses:
     runs that of the share, with gradient 1. That is also when the value is counted, so that a
     forward pass that is run again, to recompute activations, counts once.
 
+    In the same way it counts which experts were chosen (`count`, `choices`).
+
     counts: totals over the global batch. names: of all losses of the model, also those that do not
     arise on this stage, in an order that is the same on every rank.
     """
@@ -25,6 +27,7 @@ class AuxiliaryLosses:
     def __init__(self, counts: GlobalCounts, names: Sequence[str] = ()) -> None:
         self.counts = counts
         self._shares: dict[str, Tensor | None] = dict.fromkeys(names)
+        self._choices: dict[int, Tensor] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,6 +49,20 @@ class AuxiliaryLosses:
 
         return cast(Tensor, _Attach.apply(hidden, share, count))  # type: ignore[no-untyped-call]
 
+    def count(self, hidden: Tensor, layer: int, choices: Tensor) -> Tensor:
+        """Return `hidden` itself, in whose backward pass `choices` [E] of a layer are counted."""
+
+        def add(value: Tensor) -> None:
+            before = self._choices.get(layer)
+            self._choices[layer] = value if before is None else before + value
+
+        return cast(Tensor, _Attach.apply(hidden, choices, add))  # type: ignore[no-untyped-call]
+
+    @property
+    def choices(self) -> Mapping[int, Tensor]:
+        """How many of this rank's tokens chose each expert so far, [E] by layer."""
+        return self._choices
+
     def shares(self) -> dict[str, Tensor]:
         """Return this rank's part of each value so far, scalars in float64; 0 where none arose."""
         return {
@@ -63,4 +80,4 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.count(ctx.value)
-        return grad, torch.ones_like(ctx.value), None
+        return grad, torch.ones_like(ctx.value) if ctx.needs_input_grad[1] else None, None

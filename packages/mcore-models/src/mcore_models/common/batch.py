@@ -233,7 +233,8 @@ class TokenContext:
     """What a mixer or feed-forward may ask besides the hidden states, the same for all layers.
 
     `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions. `auxiliary` takes
-    the losses of layers; `None` where nothing is trained.
+    the losses of layers; `None` where nothing is trained. `rng` is the key of what else is random
+    in this step, `None` without.
     """
 
     batch: TokenBatch
@@ -241,6 +242,7 @@ class TokenContext:
     cache: KVCache | None = None
     dropout: "ResidualDropout | None" = None
     auxiliary: "AuxiliaryLosses | None" = None
+    rng: RngKey | None = None
 
     def check_shares(self, wanted: int) -> None:
         """Check that a layer over `wanted` context-parallel ranks can run this batch.

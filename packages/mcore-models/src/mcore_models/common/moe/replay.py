@@ -1,0 +1,123 @@
+"""Choices of routers taken down, and used again in another run over the same tokens.
+
+Reinforcement learning needs it: what an engine generated is trained on with the experts that the
+engine chose, although the trainer's rounding would choose others.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mcore_models.common.moe.router import Replay, Router
+from mcore_models.common.moe.tokens import RoutedTokens
+from mcore_parallel import Group, all_gather_object
+
+
+class RouterRecord:
+    """The experts that were chosen, by layer and by the global number of the token.
+
+    Tokens are known by `TokenBatch.rows`, so that a record fits the same tokens in other batches
+    and under other layouts. A rank takes down the tokens that it routes itself: `gathered` puts
+    those of all ranks together.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[Tensor]] = {}
+        self._tables: dict[int, Tensor] = {}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of which there are choices, in order."""
+        return tuple(sorted(self._parts))
+
+    def add(self, layer: int, rows: Tensor, experts: Tensor, valid: Tensor | None = None) -> None:
+        """Take down that tokens `rows` [N] chose `experts` [N, k] in a layer.
+
+        `valid` [N] says which are no padding: among tokens of one number one of these counts.
+        """
+        real = torch.ones_like(rows) if valid is None else (valid > 0).to(rows.dtype)
+        part = torch.cat([rows.unsqueeze(-1), real.unsqueeze(-1), experts], -1)
+        self._parts.setdefault(layer, []).append(part.cpu())
+        self._tables.pop(layer, None)
+
+    def find(self, layer: int, rows: Tensor) -> Tensor:
+        """Return the experts [N, k] that tokens `rows` [N] chose in a layer.
+
+        Raises:
+            ValueError: the record does not have one of them.
+        """
+        if layer not in self._parts:
+            raise ValueError(f"the record has no choices of layer {layer}: it has {self.layers}")
+        table = self._table(layer)
+        wanted = rows.cpu()
+        place = torch.searchsorted(table[:, 0].contiguous(), wanted).clamp(max=len(table) - 1)
+        missing = wanted[table[place, 0] != wanted] if len(table) else wanted
+        if len(missing):
+            raise ValueError(
+                f"the record has no choice of {len(missing)} of {len(wanted)} tokens in layer "
+                f"{layer}, first of row {int(missing[0])}"
+            )
+        return table[place, 2:].to(rows.device)
+
+    def gathered(self, group: Group) -> "RouterRecord":
+        """Return the records of all ranks of the group as one; all of them call it."""
+        whole = RouterRecord()
+        tables = {layer: self._table(layer) for layer in self.layers}
+        for theirs in all_gather_object(tables, group):
+            for layer, table in theirs.items():
+                whole._parts.setdefault(layer, []).append(table)
+        return whole
+
+    def _table(self, layer: int) -> Tensor:
+        """Sorted by row, each of them once: [rows, 2 + k]."""
+        if layer not in self._tables:
+            table = torch.cat(self._parts[layer])
+            table = table[table[:, 1].argsort(stable=True, descending=True)]
+            table = table[table[:, 0].argsort(stable=True)]
+            first = torch.ones(len(table), dtype=torch.bool)
+            first[1:] = table[1:, 0] != table[:-1, 0]
+            self._tables[layer] = table[first]
+        return self._tables[layer]
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[RouterRecord]:
+    """Within the block, take down what the model's routers choose."""
+    record = RouterRecord()
+
+    def take(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:
+        record.add(layer, tokens.rows(), experts, tokens.weights(torch.float32))
+        return experts
+
+    with _replay(model, take):
+        yield record
+
+
+@contextmanager
+def replayed(model: nn.Module, record: RouterRecord) -> Iterator[None]:
+    """Within the block, the model's routers choose as the record says.
+
+    Outputs are weighted by the scores that the chosen experts have now, with their gradients.
+    ValueError in the forward pass when a token is not in the record.
+    """
+
+    def give(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:
+        return record.find(layer, tokens.rows())
+
+    with _replay(model, give):
+        yield
+
+
+@contextmanager
+def _replay(model: nn.Module, replay: Replay) -> Iterator[None]:
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    before = [router.replay for router in routers]
+    for router in routers:
+        router.replay = replay
+    try:
+        yield
+    finally:
+        for router, old in zip(routers, before, strict=True):
+            router.replay = old
