@@ -1,0 +1,49 @@
+"""What a step takes: model, layout and machine in; seconds, bytes and their reasons out.
+
+Pure arithmetic, without processes and without torch.
+"""
+
+from mcore_parallel.cost.estimate import Estimate, Planner, check_fit, estimate
+from mcore_parallel.cost.machine import MACHINES, Link, Machine, Rate, machine
+from mcore_parallel.cost.memory import Memory
+from mcore_parallel.cost.published import Point, points
+from mcore_parallel.cost.shape import (
+    AttentionShape,
+    Counts,
+    ExpertsShape,
+    LayerShape,
+    MambaShape,
+    MLPShape,
+    ModelShape,
+    count_layer,
+)
+from mcore_parallel.cost.shapes import SHAPES, shape
+from mcore_parallel.cost.work import Precision, Runtime, Workload
+
+__all__ = [
+    "MACHINES",
+    "SHAPES",
+    "AttentionShape",
+    "Counts",
+    "Estimate",
+    "ExpertsShape",
+    "LayerShape",
+    "Link",
+    "MLPShape",
+    "Machine",
+    "MambaShape",
+    "Memory",
+    "ModelShape",
+    "Planner",
+    "Point",
+    "Precision",
+    "Rate",
+    "Runtime",
+    "Workload",
+    "check_fit",
+    "count_layer",
+    "estimate",
+    "machine",
+    "points",
+    "shape",
+]

@@ -1,0 +1,375 @@
+"""The time of one layer on one rank, operation by operation, and what it keeps for the backward.
+
+Letters: T tokens of a micro-batch on the rank, h hidden size, s sequence length. Times are seconds,
+memory is bytes, activations are bf16 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mcore_parallel.context.kinds import ContextKind
+from mcore_parallel.cost.machine import Machine
+from mcore_parallel.cost.place import Place
+from mcore_parallel.cost.shape import (
+    AttentionShape,
+    ExpertsShape,
+    LayerShape,
+    MambaShape,
+    MLPShape,
+    Product,
+)
+from mcore_parallel.cost.work import Runtime, Workload
+
+_BF16 = 2.0
+
+
+class Times(NamedTuple):
+    """Seconds by what they are spent on; the last three are communication that nothing hides."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    streaming: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them: they run one after another."""
+        return sum(self)
+
+    def plus(self, other: Times, factor: float = 1.0) -> Times:
+        """Return the sum with `factor` times `other`."""
+        return Times(*(a + factor * b for a, b in zip(self, other, strict=True)))
+
+
+class Passes(NamedTuple):
+    """A forward pass, and a backward pass in its two halves (`weight` is in no other)."""
+
+    forward: Times = Times()
+    backward: Times = Times()
+    weight: Times = Times()
+
+    def plus(self, other: Passes, factor: float = 1.0) -> Passes:
+        """Return the sum with `factor` times `other`."""
+        return Passes(*(a.plus(b, factor) for a, b in zip(self, other, strict=True)))
+
+    @property
+    def total(self) -> Times:
+        """All three."""
+        return self.forward.plus(self.backward).plus(self.weight)
+
+
+class _Rows(NamedTuple):
+    """`copies` equal products over so many rows each, cut over so many ranks."""
+
+    tokens: float
+    ways: int
+    copies: float = 1.0
+
+
+class LayerCost(NamedTuple):
+    """A layer's passes for one micro-batch. kept: bytes that a forward leaves for its backward.
+
+    working: bytes in use on top while the layer is recomputed.
+    """
+
+    passes: Passes
+    kept: float
+    working: float
+
+
+def layer_cost(
+    layer: LayerShape, hidden: int, place: Place, work: Workload, kind: ContextKind
+) -> LayerCost:
+    """Return what one layer takes on a rank that stands at `place`.
+
+    kind: how its attention goes over the context axis.
+    """
+    passes, kept = Passes(), 0.0
+    for part in layer.parts:
+        part_passes = _around(hidden, part, place, work)
+        for product in part.products(hidden):
+            part_passes = part_passes.plus(_product(product, place, work))
+        if isinstance(part, AttentionShape):
+            part_passes = part_passes.plus(_attention(part, place, work, kind))
+        elif isinstance(part, MambaShape):
+            part_passes = part_passes.plus(_scan(part, place))
+        elif isinstance(part, ExpertsShape):
+            part_passes = part_passes.plus(_experts(part, hidden, place, work))
+        passes = passes.plus(part_passes)
+        kept += _kept(part, hidden, place, work)
+    if isinstance(layer.feed_forward, ExpertsShape):
+        passes = _slowed(passes, work.runtime.communication_share)
+    if work.recompute == "full":
+        again = passes.forward
+        input_share = place.share * hidden * _BF16
+        backward = passes.backward.plus(again)
+        return LayerCost(passes._replace(backward=backward), input_share, kept)
+    return LayerCost(passes, kept, 0.0)
+
+
+def head_cost(vocab: int, hidden: int, place: Place, work: Workload) -> LayerCost:
+    """Return what the head and the loss take: a bf16 product and three sweeps over the logits."""
+    plain = work.precision.format == "bf16"
+    bf16 = work if plain else Workload(batch=work.batch, seq_length=work.seq_length)
+    passes = _product(Product(hidden, vocab, "column"), place, bf16)
+    logits = place.tokens * vocab / place.tp * _BF16
+    gather = _tensor_collective(hidden, place, work)
+    forward = Times(streaming=place.machine.stream(2 * logits), tp=gather)
+    backward = Times(streaming=place.machine.stream(2 * logits), tp=gather)
+    passes = passes.plus(Passes(forward, backward))
+    return LayerCost(passes, 2 * logits + place.share * hidden * _BF16, 0.0)
+
+
+def embedding_cost(hidden: int, place: Place, work: Workload) -> LayerCost:
+    """Return what the lookup takes: a sweep over the hidden states, and their reduction over tp."""
+    sweep = place.machine.stream(2 * place.tokens * hidden * _BF16)
+    once = Times(streaming=sweep, tp=_tensor_collective(hidden, place, work))
+    return LayerCost(Passes(once, once), 0.0, 0.0)
+
+
+def _product(product: Product, place: Place, work: Workload, rows: _Rows | None = None) -> Passes:
+    """The three products of a weight; by default over the rank's tokens, cut over tp."""
+    tokens, ways, count = rows or _Rows(place.tokens, place.tp)
+    inputs, outputs, cut = product
+    if cut == "column":
+        outputs = max(1, outputs // ways)
+    elif cut == "row":
+        inputs = max(1, inputs // ways)
+    machine, format = place.machine, work.precision.format
+    forward = machine.product(tokens, inputs, outputs, format)
+    backward = machine.product(tokens, outputs, inputs, format)
+    weight = machine.product(inputs, tokens, outputs, format)
+    cast = 0.0
+    if format == "fp8":  # read as bf16, written as fp8 in both orders: input, and later gradient
+        cast = machine.stream(count * tokens * inputs * (_BF16 + 2))
+    gradient = 0.0 if not cast else machine.stream(count * tokens * outputs * (_BF16 + 2))
+    return Passes(
+        Times(products=count * forward, streaming=cast),
+        Times(products=count * backward, streaming=gradient),
+        Times(products=count * weight),
+    )
+
+
+def _slowed(passes: Passes, taken: float) -> Passes:
+    """The same while communication takes a share of the processors."""
+    left = 1 - taken
+    return Passes(
+        *(
+            times._replace(
+                products=times.products / left,
+                attention=times.attention / left,
+                streaming=times.streaming / left,
+            )
+            for times in passes
+        )
+    )
+
+
+def _around(hidden: int, part: object, place: Place, work: Workload) -> Passes:
+    """The norm before a part, its residual sum, its activation, its tensor parallel collectives."""
+    machine = place.machine
+    # norm: read and write; residual: two read, one written
+    swept = 5 * place.share * hidden * _BF16
+    if work.runtime.dropout:
+        swept += place.share * hidden * (_BF16 + 1)
+    forward = machine.stream(swept) + 4 * machine.kernel
+    backward = machine.stream(1.2 * swept) + 4 * machine.kernel
+    mlp = part.shared if isinstance(part, ExpertsShape) else part
+    if isinstance(mlp, MLPShape):
+        inner = place.tokens * mlp.width / place.tp * _BF16
+        reads = 2 if mlp.gated else 1
+        forward += machine.stream((reads + 1) * inner)
+        backward += machine.stream((2 * reads + 1) * inner)
+    elif isinstance(part, AttentionShape):
+        turned = place.tokens * part.num_heads * part.head_size * _BF16 / place.tp
+        forward += machine.stream(2 * turned)
+        backward += machine.stream(2 * turned)
+    crosses = place.tp > 1 and not (isinstance(part, ExpertsShape) and part.shared is None)
+    collective = _tensor_collective(hidden, place, work) if crosses else 0.0
+    # With sequence parallelism a gather and a scatter, else one reduction. The backward gathers
+    # the input again for the weight gradient, behind the input gradient's product.
+    return Passes(
+        Times(streaming=forward, tp=2 * collective),
+        Times(streaming=backward, tp=2 * collective).plus(_light(hidden, part, place, work)),
+    )
+
+
+def _light(hidden: int, part: object, place: Place, work: Workload) -> Times:
+    """What "light" recomputation adds to the backward pass."""
+    if work.recompute != "light":
+        return Times()
+    machine = place.machine
+    again = Times(streaming=machine.stream(2 * place.share * hidden * _BF16))
+    if isinstance(part, ExpertsShape):
+        rows = place.tokens / place.tp * part.top_k * place.etp * work.runtime.imbalance
+        again = again.plus(_activation(part.expert, rows / place.etp, machine))
+    mlp = part.shared if isinstance(part, ExpertsShape) else part
+    if isinstance(mlp, MLPShape):
+        again = again.plus(_activation(mlp, place.tokens / place.tp, machine))
+    if isinstance(part, AttentionShape) and part.kv_rank:
+        for product in part.products(hidden):
+            if product.inputs in (part.q_rank, part.kv_rank):
+                passes = _product(product, place, work)
+                again = again.plus(passes.forward)
+    return again
+
+
+def _activation(part: MLPShape, tokens: float, machine: Machine) -> Times:
+    reads = 2 if part.gated else 1
+    return Times(streaming=machine.stream((reads + 1) * tokens * part.width * _BF16))
+
+
+def _tensor_collective(hidden: int, place: Place, work: Workload) -> float:
+    """A gather or scatter of hidden states over tp: half of a reduction."""
+    size = place.tokens * hidden * _BF16
+    return place.tp_link.all_gather(size) * (1 - work.runtime.tensor_overlap)
+
+
+def _attention(part: AttentionShape, place: Place, work: Workload, kind: ContextKind) -> Passes:
+    machine, runtime = place.machine, work.runtime
+    s, heads = place.seq_length, part.num_heads / place.tp
+    pairs = place.micro_batch * s * s / place.cp  # masked ones included
+    flops = pairs * part.core_flops / place.tp
+    peak = machine.bf16.peak
+    if runtime.fused_attention:
+        length = s / (2 * place.cp) if place.cp > 1 else s
+        rate = peak * machine.attention * length / (length + 2 * machine.half_size)
+        core, back = flops / 2 / rate, flops / rate
+    else:
+        # Products with the head size as inner dimension, over all pairs; the scores are written,
+        # scaled and masked, normalised, dropped, and read again.
+        reached = part.head_size / (part.head_size + machine.half_size)
+        rate = peak * machine.bf16.reached * reached
+        swept = machine.stream(pairs * heads * (13 if runtime.dropout else 8))
+        core = max(flops / rate, 0.0) + swept
+        back = 2 * flops / rate + 1.2 * swept
+    sent, returned = _context(part, core, back, place, kind)
+    again = core if work.recompute == "attention" else 0.0
+    return Passes(Times(attention=core, cp=sent), Times(attention=back + again, cp=returned))
+
+
+def _context(
+    part: AttentionShape, core: float, back: float, place: Place, kind: ContextKind
+) -> tuple[float, float]:
+    """Communication of attention over cp that nothing hides, forward and backward.
+
+    A ring passes keys and values on behind the products of the block before; what does not fit is
+    exposed. Gathers and exchanges come before the products and after them, and are exposed.
+    """
+    if place.cp == 1:
+        return 0.0, 0.0
+    link, byte = place.cp_link, _BF16
+    keys = place.tokens * part.kv_width / min(place.tp, part.kv_heads) * byte
+    inner = kind.exchanging(place.cp)
+    forward = backward = 0.0
+    if inner > 1:  # queries, keys and values out, outputs back; gradients the other way
+        heads = part.num_heads / place.tp * (part.head_size + part.values)
+        exchanged = link.all_to_all((place.tokens * heads * byte + keys) * inner / place.cp)
+        forward, backward = exchanged, exchanged
+    outer = place.cp // inner
+    if outer == 1:
+        return forward, backward
+    passed = link.all_gather(keys * place.cp) * (outer - 1) / (place.cp - 1)
+    if kind.name == "all-gather":
+        return passed, 2 * passed
+    hiding = (outer - 1) / outer  # the first block needs no message
+    forward += max(0.0, passed - core * hiding) + link.latency
+    backward += max(0.0, 2 * passed - back * hiding) + link.latency
+    return forward, backward
+
+
+def _scan(part: MambaShape, place: Place) -> Passes:
+    """Convolution and scan: sweeps over the channels, states of a chunk staying on the chip."""
+    moved = place.tokens * (4 * part.conv_channels + 6 * part.inner) * _BF16 / place.tp
+    forward = place.machine.stream(moved) + 6 * place.machine.kernel
+    return Passes(Times(streaming=forward), Times(streaming=2 * forward))
+
+
+def _experts(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> Passes:
+    """Sorting, exchange and products of routed experts; every tp rank brings its own tokens."""
+    machine, runtime = place.machine, work.runtime
+    rows = place.tokens / place.tp * part.top_k * place.etp * runtime.imbalance
+    held = part.num_experts / place.ep
+    passes = Passes()
+    for product in part.expert.products(hidden):
+        once = _product(product, place, work, _Rows(rows / held, place.etp, held))
+        if runtime.grouped and held > 1:
+            spared = Times(products=(held - 1) * machine.kernel)
+            once = once.plus(Passes(spared, spared, spared), -1)
+        passes = passes.plus(once)
+    inner = rows * part.expert.width / place.etp * _BF16
+    reads = 2 if part.expert.gated else 1
+    # sorted and sorted back, sending and receiving: read and written each time
+    sorting = machine.stream(8 * rows / place.etp * hidden * _BF16)
+    forward = machine.stream((reads + 1) * inner) + sorting + 10 * machine.kernel
+    backward = machine.stream((2 * reads + 1) * inner) + sorting + 10 * machine.kernel
+    there, back = _exchange(part, hidden, place, work)
+    comm = (there + back) * (1 - runtime.expert_overlap)
+    return passes.plus(
+        Passes(Times(streaming=forward, ep=comm), Times(streaming=backward, ep=comm))
+    )
+
+
+def _exchange(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> tuple[float, float]:
+    """Seconds to send tokens to their experts, and results back."""
+    tokens = place.tokens / place.tp
+    to_expert, from_expert = work.precision.dispatch, _BF16
+    etp = place.etp_link.all_gather(tokens * part.top_k * place.etp * hidden)
+    if place.ep == 1:
+        return etp * to_expert, etp * from_expert
+    if work.runtime.dispatch == "all-to-all" or place.ep_link.inside:
+        sent = tokens * part.top_k * hidden
+        return (
+            place.ep_link.all_to_all(sent * to_expert) + etp * to_expert,
+            place.ep_link.all_to_all(sent * from_expert) + etp * from_expert,
+        )
+    nodes = place.ep_link.size / place.ep_link.per_node
+    reached = nodes * (1 - (1 - 1 / nodes) ** part.top_k)
+    if part.max_nodes is not None:
+        reached = min(reached, part.max_nodes)
+    away = reached * (1 - 1 / nodes)
+    sent = tokens * hidden
+    return (
+        place.ep_link.all_to_all(sent * to_expert, nodes=away) + etp * to_expert,
+        place.ep_link.all_to_all(sent * from_expert, nodes=away) + etp * from_expert,
+    )
+
+
+def _kept(part: object, hidden: int, place: Place, work: Workload) -> float:
+    """Bytes that the backward of a part needs: inputs of its norm, products and activation."""
+    runtime: Runtime = work.runtime
+    byte = 1.0 if work.precision.format == "fp8" else _BF16
+    inner = 0.0 if work.recompute == "light" else byte
+    tokens, share, tp = place.tokens, place.share, place.tp
+    light = work.recompute == "light"
+    kept = share * hidden * (_BF16 + (0 if light else byte))  # into the norm, and out of it
+    if runtime.dropout:
+        kept += share * hidden
+    if isinstance(part, AttentionShape):
+        heads = part.num_heads / tp
+        keys = part.kv_width / min(tp, part.kv_heads)
+        if not (light and part.kv_rank):
+            kept += tokens * (heads * part.head_size + keys) * _BF16
+        kept += tokens * heads * (part.values * _BF16 + 4)  # output and log-sum-exp
+        kept += tokens * (part.q_rank + part.kv_rank) * _BF16
+        if not runtime.fused_attention and work.recompute == "none":
+            pairs = place.micro_batch * place.seq_length**2 / place.cp
+            kept += pairs * heads * (5 if runtime.dropout else 2)
+    elif isinstance(part, MambaShape):
+        kept += tokens * (part.inner * 3 + part.conv_channels * 2) * _BF16 / tp
+    elif isinstance(part, MLPShape):
+        kept += _kept_inner(part, tokens / tp, inner)
+    elif isinstance(part, ExpertsShape):
+        rows = tokens / tp * part.top_k * place.etp * runtime.imbalance
+        kept += rows * hidden * byte + _kept_inner(part.expert, rows / place.etp, inner)
+        if part.shared is not None:
+            kept += _kept_inner(part.shared, tokens / tp, inner)
+    return kept
+
+
+def _kept_inner(part: MLPShape, tokens: float, after: float) -> float:
+    wide = (2 if part.gated else 1) * _BF16 + after  # before and after the activation
+    return tokens * part.width * wide

@@ -1,0 +1,341 @@
+"""The shape of a model as numbers: what planning needs, and nothing of how it is built.
+
+One source of parameter and FLOP counts: planning, utilisation and documentation count with this.
+A part of a layer (its mixer or its feed-forward) lists its matrix products with the way tensor
+parallelism cuts them; `vectors` are its parameters that are in no product (biases, gains, taps).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+Cut: TypeAlias = Literal["column", "row", "whole"]
+
+
+class Product(NamedTuple):
+    """One weight matrix: `inputs` x `outputs`, and which of them tensor parallelism divides.
+
+    "column" divides the outputs, "row" the inputs, "whole" is held and computed by every rank.
+    """
+
+    inputs: int
+    outputs: int
+    cut: Cut
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Causal attention with grouped or latent keys and values.
+
+    head_size: of queries and keys; value_size: of values (None: the same). kv_rank > 0 is latent
+    attention (DeepSeek-AI 2024): keys and values come from kv_rank numbers of a token and
+    rope_size rotary channels that all heads share; queries from q_rank numbers (0: directly).
+    """
+
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int | None = None
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_size: int = 0
+    vectors: int = 0
+
+    @property
+    def values(self) -> int:
+        """Width of one head's values."""
+        return self.head_size if self.value_size is None else self.value_size
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Return the weight matrices."""
+        queries, out = self.num_heads * self.head_size, self.num_heads * self.values
+        if not self.kv_rank:
+            keys = self.kv_heads * (self.head_size + self.values)
+            return Product(hidden, queries + keys, "column"), Product(out, hidden, "row")
+        plain = self.num_heads * (self.head_size - self.rope_size + self.values)
+        q = (
+            (Product(hidden, self.q_rank, "whole"), Product(self.q_rank, queries, "column"))
+            if self.q_rank
+            else (Product(hidden, queries, "column"),)
+        )
+        return (
+            *q,
+            Product(hidden, self.kv_rank + self.rope_size, "whole"),
+            Product(self.kv_rank, plain, "column"),
+            Product(out, hidden, "row"),
+        )
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of keys and values of one token that context parallelism passes on."""
+        heads = self.num_heads if self.kv_rank else self.kv_heads
+        return heads * (self.head_size + self.values)
+
+    @property
+    def core_flops(self) -> int:
+        """Forward FLOPs of scores and mixing for one pair of tokens, all heads."""
+        return 2 * self.num_heads * (self.head_size + self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaShape:
+    """A Mamba-2 mixer: heads x head_size channels with state_size states each."""
+
+    num_heads: int
+    head_size: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    vectors: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Return the weight matrices."""
+        rows = self.inner + self.conv_channels + self.num_heads
+        return Product(hidden, rows, "column"), Product(self.inner, hidden, "row")
+
+    @property
+    def scan_flops(self) -> int:
+        """Forward FLOPs of one token outside matrix products.
+
+        3 for each number of the states to update it (decay, product, sum), 2 to read it, and 2 for
+        each tap and channel of the convolution. How a scan in chunks does it is not counted.
+        """
+        return 5 * self.inner * self.state_size + 2 * self.conv_width * self.conv_channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPShape:
+    """A feed-forward of inner width `width`; gated ones (SwiGLU) have two input matrices."""
+
+    width: int
+    gated: bool = True
+    vectors: int = 0
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Return the weight matrices."""
+        wide = self.width * (2 if self.gated else 1)
+        return Product(hidden, wide, "column"), Product(self.width, hidden, "row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """A mixture of experts; `expert` is one of them, `shared` sees every token.
+
+    max_nodes: the router sends a token to at most so many nodes (None: to any). vectors: outside
+    the experts, such as a correction bias.
+    """
+
+    num_experts: int
+    top_k: int
+    expert: MLPShape
+    shared: MLPShape | None = None
+    max_nodes: int | None = None
+    vectors: int = 0
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Return the weight matrices outside the routed experts."""
+        shared = () if self.shared is None else self.shared.products(hidden)
+        return Product(hidden, self.num_experts, "whole"), *shared
+
+    def routed(self, hidden: int) -> int:
+        """Return the elements of one routed expert's matrices."""
+        return sum(product.size for product in self.expert.products(hidden))
+
+
+Mixer: TypeAlias = AttentionShape | MambaShape
+FeedForward: TypeAlias = MLPShape | ExpertsShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """A mixer and a feed-forward, either of which may be absent; vectors: of its norms."""
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+    vectors: int = 0
+
+    @property
+    def parts(self) -> tuple[Mixer | FeedForward, ...]:
+        """Those that are there."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Parameters by what happens to them.
+
+    dense: of matrix products that every token passes. vectors: in no product. routed: of experts'
+    products. routed_vectors: biases of experts. active: share of the routed ones that a token uses.
+    """
+
+    dense: int = 0
+    vectors: int = 0
+    routed: int = 0
+    routed_vectors: int = 0
+    active: int = 0
+    active_vectors: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            dense=self.dense + other.dense,
+            vectors=self.vectors + other.vectors,
+            routed=self.routed + other.routed,
+            routed_vectors=self.routed_vectors + other.routed_vectors,
+            active=self.active + other.active,
+            active_vectors=self.active_vectors + other.active_vectors,
+        )
+
+    def times(self, count: int) -> Counts:
+        """Return the counts of `count` such layers."""
+        return Counts(**{name: value * count for name, value in vars(self).items()})
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.vectors + self.routed + self.routed_vectors
+
+
+def count_layer(layer: LayerShape, hidden: int) -> Counts:
+    """Return the parameters of one layer."""
+    dense, vectors = 0, layer.vectors
+    routed = Counts()
+    for part in layer.parts:
+        dense += sum(product.size for product in part.products(hidden))
+        vectors += part.vectors
+        if isinstance(part, ExpertsShape):
+            vectors += part.shared.vectors if part.shared else 0
+            size, biases = part.routed(hidden), part.expert.vectors
+            routed = Counts(
+                routed=part.num_experts * size,
+                routed_vectors=part.num_experts * biases,
+                active=part.top_k * size,
+                active_vectors=part.top_k * biases,
+            )
+    return Counts(dense=dense, vectors=vectors) + routed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder: embedding, layers, final norm, head.
+
+    positions: rows of a learned position table. vectors: of the final norm. predictions: modules
+    that predict one token further each (multi-token prediction, DeepSeek-AI 2024): a layer such as
+    the last, a product 2 · hidden x hidden with three norms before it, and the head once more;
+    `parameters` leaves them out, as published sizes do, `flops_per_token` counts them.
+    kinds: the different layers and how many there are of each; members: which of them each one is.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerShape, ...]
+    tied_embeddings: bool = False
+    positions: int = 0
+    vectors: int = 0
+    predictions: int = 0
+    kinds: tuple[tuple[LayerShape, int], ...] = field(init=False, repr=False, compare=False)
+    members: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.layers:
+            raise ValueError("a model's shape needs at least 1 layer")
+        counted = Counter(self.layers)
+        numbers = {layer: number for number, layer in enumerate(counted)}
+        object.__setattr__(self, "kinds", tuple(counted.items()))
+        object.__setattr__(self, "members", tuple(numbers[layer] for layer in self.layers))
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the token and position tables."""
+        return (self.vocab_size + self.positions) * self.hidden_size
+
+    @property
+    def head(self) -> int:
+        """Elements of the head's matrix, also where it is the embedding's."""
+        return self.vocab_size * self.hidden_size
+
+    def count_layers(self) -> Counts:
+        """Return the parameters of all layers, those of further predictions left out."""
+        counts = (count_layer(layer, self.hidden_size).times(n) for layer, n in self.kinds)
+        return sum(counts, Counts())
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; tied embeddings count once."""
+        head = 0 if self.tied_embeddings else self.head
+        return self.count_layers().total + self.embedding + head + self.vectors
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token uses: the experts that it does not choose are left out."""
+        layers = self.count_layers()
+        idle = layers.routed + layers.routed_vectors - layers.active - layers.active_vectors
+        return self.parameters - idle
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights of matrix products, the head included also when it is tied."""
+        layers = self.count_layers()
+        return layers.dense + layers.routed + self.head
+
+    @property
+    def active_matmul_parameters(self) -> int:
+        """Weights of the matrix products that one token passes, the head once."""
+        layers = self.count_layers()
+        return layers.dense + layers.active + self.head
+
+    def flops_of_any_token(self) -> float:
+        """Return the training FLOPs of a token that depend on no other token.
+
+        6 for each active weight of a matrix product (2 forward, 4 backward); three times the
+        forward scan of Mamba layers. Nothing that is computed twice counts.
+        """
+        further = 0
+        if self.predictions:
+            last = count_layer(self.layers[-1], self.hidden_size)
+            further = last.dense + last.active + 2 * self.hidden_size**2 + self.head
+        scans = sum(
+            n * layer.mixer.scan_flops
+            for layer, n in self.kinds
+            if isinstance(layer.mixer, MambaShape)
+        )
+        return 6.0 * (self.active_matmul_parameters + self.predictions * further) + 3.0 * scans
+
+    def attention_flops(self) -> float:
+        """Return the training FLOPs of causal attention for a token and token of its document.
+
+        A query sees half of its document on average; scores and mixing, forward and twice that
+        backward. For equal head sizes: 6 · heads · head size for each attention layer.
+        """
+        layers = [*self.layers, *[self.layers[-1]] * self.predictions]
+        cores = sum(x.mixer.core_flops for x in layers if isinstance(x.mixer, AttentionShape))
+        return 3.0 * cores / 2
+
+    def flops_per_token(self, seq_length: int) -> float:
+        """Return the FLOPs of a training step per token of documents of `seq_length`."""
+        return self.flops_of_any_token() + seq_length * self.attention_flops()
+
+    def flops_of_documents(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of a training step over packed documents of these lengths."""
+        pairs = sum(length * length for length in lengths)
+        return self.flops_of_any_token() * sum(lengths) + pairs * self.attention_flops()
