@@ -141,8 +141,7 @@ def test_command(tmp_path, chats, capsys):
     assert bytes(answer[:6]) == b"answer"
     for more, message in (
         (["--append-eod"], "--append-eod does not go with --chat"),
-        (["--resume"], "--resume does not go with --chat"),
-        (["--partition", "1/2"], "--partition does not go with --chat"),
+        (["--split-sentences"], "--split-sentences does not go with --chat"),
         (["--key", "a", "--key", "b"], "more than one --key does not go with --chat"),
     ):
         assert main([*chat, *more]) == 2

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mcore_data import ByteTokenizer, IndexedReader, preprocess
+from mcore_data import ByteTokenizer, IndexedReader, Tokenizer, preprocess
 from mcore_data.cli import main
 from mcore_data.indexed import merge
 from mcore_data.preprocessing import resume, sources
@@ -115,7 +115,7 @@ def test_partitions_share_the_documents(tmp_path, monkeypatch):
         preprocess(inputs, tokenizer=BYTE, output=tmp_path / "p", partition=(3, 3))
 
 
-class Counting:
+class Counting(Tokenizer):
     """Bytes, counting the documents; fails after a number of them."""
 
     vocab_size, bos_id, eos_id, eod_id, pad_id, unk_id = 257, None, 256, 256, None, None

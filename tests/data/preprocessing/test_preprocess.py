@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_data import ByteTokenizer, IndexedReader, load_tokenizer, preprocess
+from mcore_data import ByteTokenizer, IndexedReader, Tokenizer, load_tokenizer, preprocess
 from mcore_data.preprocessing.sources import expand_inputs
 
 
-class Words:
+class Words(Tokenizer):
     """One id per known word, EOD 0; none for anything else."""
 
     vocab_size, bos_id, eos_id, eod_id, pad_id, unk_id = 10, None, None, 0, None, None
@@ -247,7 +247,8 @@ def test_faults_leave_nothing_behind(tmp_path):
         ({"inputs": ["x"], "documents": ["x"]}, "either inputs .* or documents"),
         ({}, "either inputs .* or documents"),
         ({"documents": ["x"], "keys": ("a", "b")}, "2 keys for documents given as text"),
-        ({"documents": ["x"], "workers": 0}, "1 keys and 0 workers"),
+        ({"documents": ["x"], "workers": 0}, "0 workers, the least is 1"),
+        ({"documents": ["x"], "keys": ()}, "no keys, at least one is needed"),
         (
             {"documents": ["x"], "tokenizer": NoEnd(), "append_eod": True},
             "append_eod needs a tokenizer with an EOD id",

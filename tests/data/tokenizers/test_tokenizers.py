@@ -119,7 +119,7 @@ def test_exactness_needs_bytes():
         ('{"format": "mcore-tokenizer", "version": 9}', "version 9, this reader knows version 1"),
         (
             '{"format": "mcore-tokenizer", "version": 1, "kind": "magic"}',
-            "unknown kind 'magic', known are byte and sentencepiece",
+            "unknown kind 'magic', known are byte, null, sentencepiece, tekken and tiktoken",
         ),
         (
             '{"format": "mcore-tokenizer", "version": 1, "kind": "sentencepiece"}',

@@ -30,8 +30,8 @@ class ChatTemplate:
     """A Jinja template over `messages`, in the conventions of Hugging Face tokenizers.
 
     The template runs in a sandbox: it can read what it is given and nothing else. It sees
-    `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception(text)` and
-    `strftime_now(format)`. Picklable.
+    `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception(text)`
+    and `strftime_now(format)`. Picklable.
 
     Args:
         source: the template; default a line `role: content` per turn.
@@ -70,8 +70,8 @@ class ChatTemplate:
 
         The template is `file` if given, else `chat_template.jinja` of the folder, else
         `chat_template` in its `tokenizer_config.json`, else the plain one. Special tokens are the
-        added tokens that the folder's JSON files call special; without any, `<s>` and `</s>` stand
-        for the tokenizer's own ids of begin and end.
+        added tokens that the folder's JSON files call special, else those that the tokenizer names;
+        without any, `<s>` and `</s>` stand for the tokenizer's own ids of begin and end.
 
         Raises:
             FileNotFoundError: `file` is not there.
@@ -79,13 +79,15 @@ class ChatTemplate:
         """
         path = None if folder is None else Path(folder)
         config = _read_json(path / _CONFIG_FILE) if path else {}
-        tokens = _special_tokens(path, config) if path else {}
+        tokens = (_special_tokens(path, config) if path else {}) or dict(tokenizer.special_tokens)
         names = {}
         for name, default, known in (
             ("bos_token", "<s>", tokenizer.bos_id),
             ("eos_token", "</s>", tokenizer.eos_id),
         ):
-            text = _content(config.get(name)) or ("" if known is None else default)
+            text = _content(config.get(name))
+            if not text and known is not None:
+                text = next((spelt for spelt, token in tokens.items() if token == known), default)
             if text and text not in tokens and known is not None:
                 tokens[text] = known
             names[name] = text
@@ -98,10 +100,17 @@ class ChatTemplate:
         source, where = _source(path, config, None if file is None else Path(file))
         return cls(source, tokens=tokens, where=where, **names)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """Return the conversation as one text, special tokens spelled out.
 
-        `add_generation_prompt` asks for the beginning of the assistant's turn at the end.
+        `add_generation_prompt` asks for the beginning of the assistant's turn at the end; `tools`
+        are JSON-able descriptions of functions, for templates that tell the model of them.
 
         Raises:
             ValueError: the template refuses the messages or fails on them, in one line.
@@ -110,6 +119,7 @@ class ChatTemplate:
             return str(
                 self._template.render(
                     messages=list(messages),
+                    tools=None if tools is None else list(tools),
                     add_generation_prompt=add_generation_prompt,
                     bos_token=self.bos_token,
                     eos_token=self.eos_token,
@@ -125,19 +135,21 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
     ) -> list[int]:
         """Return the ids of the conversation.
 
-        Special tokens count where the template writes them. In the messages themselves they are
+        Special tokens count where the template writes them. In the messages and tools they are
         plain text: nobody ends a turn by writing the token that does.
 
         Raises:
             ValueError: as `render` and `tokenizer.encode` do.
         """
-        guard = self._unused_character(messages)
+        guard = self._unused_character([messages, tools])
         text = self.render(
-            [self._guarded(message, guard) for message in messages],
+            self._guarded(messages, guard),
             add_generation_prompt=add_generation_prompt,
+            tools=self._guarded(tools, guard),
         )
         ids: list[int] = []
         end = 0
@@ -173,8 +185,8 @@ class ChatTemplate:
             return [self._guarded(item, guard) for item in value]
         return value
 
-    def _unused_character(self, messages: Sequence[Message]) -> str:
-        used = {*self.source}.union(*(set(text) for text in _texts(messages)))
+    def _unused_character(self, values: Any) -> str:
+        used = {*self.source}.union(*(set(text) for text in _texts(values)))
         free = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
         if free is None:
             raise ValueError("the messages hold every private-use character: leave one out")

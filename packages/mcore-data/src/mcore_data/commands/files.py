@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     sub.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub.add_argument("--document", type=int, metavar="I", help="also print document I")
-    sub.add_argument("--tokenizer", metavar="DIR|byte", help="print the document as text")
+    sub.add_argument("--tokenizer", metavar="NAME", help="print the document as text")
     sub.set_defaults(run=_inspect)
 
     sub = commands.add_parser("verify", help="check .bin/.idx files; the first fault is named")

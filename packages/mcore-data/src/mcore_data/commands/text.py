@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from mcore_data.commands import Commands
     from mcore_data.preprocessing import PreprocessReport
+    from mcore_data.tokenizers import Tokenizer
 
 _INPUTS: Final = (
     "files, folders or glob patterns: JSONL (.jsonl, .ndjson, .json) or text, also .gz and .zst, "
@@ -31,8 +32,8 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--tokenizer",
         required=True,
-        metavar="DIR|byte",
-        help="tokenizer directory, SentencePiece .model file, or byte",
+        metavar="NAME",
+        help="directory, file (.model, .tiktoken, tekken*.json), byte, or null:N (text is ids)",
     )
     sub.add_argument(
         "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
@@ -44,6 +45,9 @@ def add(commands: Commands) -> None:
         help="key of the text in JSON lines (default: text); each of several goes to PREFIX_KEY",
     )
     sub.add_argument("--append-eod", action="store_true", help="end each document with EOD")
+    sub.add_argument(
+        "--split-sentences", action="store_true", help="make each sentence a sequence of its own"
+    )
     sub.add_argument(
         "--workers", type=int, default=_workers(), help="processes (default: usable cores)"
     )
@@ -104,7 +108,7 @@ def _preprocess(args: argparse.Namespace) -> int:
         raise ValueError("--learn needs --chat")
     tokenizer = load_tokenizer(args.tokenizer)
     if args.chat is not None:
-        return _report(_chat(args))
+        return _report(_chat(args, tokenizer, partition))
     return _report(
         preprocess(
             args.inputs,
@@ -112,6 +116,7 @@ def _preprocess(args: argparse.Namespace) -> int:
             output=args.output,
             keys=tuple(args.key or ("text",)),
             append_eod=args.append_eod,
+            sentences=args.split_sentences,
             workers=args.workers,
             strict=args.strict,
             resume=args.resume,
@@ -120,22 +125,21 @@ def _preprocess(args: argparse.Namespace) -> int:
     )
 
 
-def _chat(args: argparse.Namespace) -> PreprocessReport:
+def _chat(
+    args: argparse.Namespace, tokenizer: Tokenizer, partition: tuple[int, int]
+) -> PreprocessReport:
     from pathlib import Path
 
     from mcore_data.chat import ChatTemplate
     from mcore_data.preprocessing import preprocess_chat
-    from mcore_data.tokenizers import load_tokenizer
 
     given = {
         "--append-eod": args.append_eod,
-        "--resume": args.resume,
-        "--partition": args.partition is not None,
+        "--split-sentences": args.split_sentences,
         "more than one --key": len(args.key or ()) > 1,
     }
     if wrong := [name for name, value in given.items() if value]:
         raise ValueError(f"{wrong[0]} does not go with --chat")
-    tokenizer = load_tokenizer(args.tokenizer)
     folder = args.tokenizer if Path(args.tokenizer).is_dir() else None
     return preprocess_chat(
         args.inputs,
@@ -146,6 +150,8 @@ def _chat(args: argparse.Namespace) -> PreprocessReport:
         learn=args.learn or "assistant",
         workers=args.workers,
         strict=args.strict,
+        resume=args.resume,
+        partition=partition,
     )
 
 

@@ -74,10 +74,26 @@ class IndexedWriter:
         sizes = np.asarray([len(values)] if lengths is None else lengths, np.int64)
         self._write(values, sizes, np.array([len(sizes)], np.int64), modes)
 
-    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Append many documents of one sequence each: `tokens` back to back, `lengths` [D]."""
+    def add_documents(
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike,
+        sequences: ArrayLike | None = None,
+        modes: ArrayLike | None = None,
+    ) -> None:
+        """Append many documents: `tokens` back to back, `lengths` [S] of their sequences.
+
+        `sequences` [D] are those of each document (default: one each), `modes` [S] as in
+        `add_document`. ValueError as there, and when the sequences do not sum to S.
+        """
         sizes = np.asarray(lengths, np.int64)
-        self._write(self._checked(tokens), sizes, np.ones(len(sizes), np.int64), None)
+        counts = np.ones(len(sizes), np.int64) if sequences is None else np.asarray(sequences)
+        if counts.sum() != len(sizes) or (len(counts) and counts.min() < 0):
+            raise ValueError(
+                f"document {self.num_documents}: {len(sizes)} lengths for documents of "
+                f"{counts.sum()} sequences in all"
+            )
+        self._write(self._checked(tokens), sizes, counts.astype(np.int64), modes)
 
     def append(self, reader: IndexedReader, documents: range | None = None) -> None:
         """Copy documents of another file (default: all), in a range of step 1.
@@ -121,13 +137,9 @@ class IndexedWriter:
         if tokens is None:
             tokens = np.concatenate([reader.get(i) for i in range(first, last)])
         lengths = np.asarray(reader.lengths[first:last], np.int64)
-        modes = (
-            None
-            if self._modes is None
-            else []
-            if reader.modes is None
-            else (reader.modes[first:last].tolist())
-        )
+        modes: ArrayLike | None = None
+        if self._modes is not None:
+            modes = [] if reader.modes is None else reader.modes[first:last]
         self._write(tokens, lengths, np.diff(bounds), modes)
 
     def _checked(self, tokens: ArrayLike) -> NDArray[Any]:
@@ -151,14 +163,14 @@ class IndexedWriter:
         values: NDArray[Any],
         lengths: NDArray[np.int64],
         sequences: NDArray[np.int64],
-        modes: Sequence[int] | None,
+        modes: ArrayLike | None,
     ) -> None:
         if not self._open:
             raise ValueError(f"{self.prefix}: already finalised or aborted")
         if len(lengths) and (lengths.min() < 0 or lengths.max() > MAX_LENGTH):
             raise ValueError(
-                f"document {self.num_documents}: sequence lengths {lengths.min()} to "
-                f"{lengths.max()}, the format holds 0 to {MAX_LENGTH}"
+                f"{self.bin_path}: document {self.num_documents}: sequence lengths "
+                f"{lengths.min()} to {lengths.max()}, the format holds 0 to {MAX_LENGTH}"
             )
         if lengths.sum() != len(values):
             raise ValueError(
@@ -171,12 +183,13 @@ class IndexedWriter:
                 "and refused by any other"
             )
         if self._modes is not None and modes is not None:
-            if len(modes) != len(lengths):
+            kinds = np.asarray(modes, "<i1")
+            if len(kinds) != len(lengths):
                 raise ValueError(
-                    f"document {self.num_documents}: {len(modes)} modes for "
+                    f"document {self.num_documents}: {len(kinds)} modes for "
                     f"{len(lengths)} sequences"
                 )
-            self._modes.write(np.asarray(modes, "<i1").tobytes())
+            self._modes.write(kinds.tobytes())
         self._bin.write(np.ascontiguousarray(values).data)
         self._lengths.write(lengths.astype("<i4").tobytes())
         ends = self.num_sequences + np.cumsum(sequences)

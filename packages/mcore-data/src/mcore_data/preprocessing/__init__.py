@@ -7,12 +7,14 @@ from mcore_data.preprocessing.chat import (
 )
 from mcore_data.preprocessing.report import PreprocessReport
 from mcore_data.preprocessing.run import preprocess, train_sentencepiece
+from mcore_data.preprocessing.sentences import split_sentences
 
 __all__ = [
     "Conversation",
     "PreprocessReport",
     "preprocess",
     "preprocess_chat",
+    "split_sentences",
     "tokenise_conversation",
     "train_sentencepiece",
 ]

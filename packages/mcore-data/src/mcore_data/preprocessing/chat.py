@@ -1,8 +1,7 @@
 """Conversations to tokens, with the answers that training learns marked."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +10,14 @@ from numpy.typing import NDArray
 
 from mcore_data.chat import ChatTemplate, Message
 from mcore_data.datasets.documents import LEARNED
-from mcore_data.indexed import IndexedWriter, token_dtype
-from mcore_data.preprocessing.encode import BadDocumentError, json_object
-from mcore_data.preprocessing.pool import ordered_map
+from mcore_data.indexed import token_dtype
+from mcore_data.preprocessing.encode import (
+    BadDocumentError,
+    Encoded,
+    Gathered,
+    json_object,
+)
+from mcore_data.preprocessing.job import Job
 from mcore_data.preprocessing.report import PreprocessReport
 from mcore_data.preprocessing.sources import (
     LinesTask,
@@ -55,52 +59,64 @@ def tokenise_conversation(
     tokenizer: Tokenizer,
     *,
     learn: Learn = "assistant",
+    tools: Sequence[Any] | None = None,
 ) -> Conversation:
     """Return the tokens of a conversation and which of them are learned.
 
     `learn`: what the assistant says (in every turn, or in the last one alone) with the token that
     ends its turn, or everything. What an answer adds is found by writing the conversation up to it
-    and with it.
+    and with it. `tools` are those that the template may describe.
 
     Raises:
         ValueError: the template refuses the messages, writes earlier turns differently once there
             are later ones, or no message is the assistant's.
 
     """
-    ids = template.encode(messages, tokenizer, add_generation_prompt=False)
+    writer = _Writer(messages=messages, template=template, tokenizer=tokenizer, tools=tools)
+    ids = writer.encode(len(messages), prompt=False)
     learned = np.full(len(ids), learn == "all")
     if learn != "all":
         answers = [k for k, message in enumerate(messages) if message.get("role") == "assistant"]
         if not answers:
             raise ValueError("no message is the assistant's, there is nothing to learn")
-        text = template.render(messages, add_generation_prompt=False)
+        text = writer.render(len(messages), prompt=False)
         for k in answers if learn == "assistant" else answers[-1:]:
-            begin = _shared(messages, k, True, ids, text, template, tokenizer)
-            end = _shared(messages, k + 1, False, ids, text, template, tokenizer)
+            begin = writer.shared(k, ids, text, prompt=True)
+            end = writer.shared(k + 1, ids, text, prompt=False)
             learned[begin : _turn_end(ids, begin, end, template)] = True
     return Conversation(tokens=np.array(ids, np.int64), learned=learned)
 
 
-def _shared(  # noqa: PLR0917
-    messages: Sequence[Message],
-    count: int,
-    prompt: bool,
-    ids: list[int],
-    text: str,
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-) -> int:
-    """Return how many of `ids` are those of the first `count` messages."""
-    part = messages[:count]
-    if not text.startswith(template.render(part, add_generation_prompt=prompt)):
-        raise ValueError(
-            f"chat template: it writes the first {count} of {len(messages)} messages differently "
-            "once others follow, so the answers cannot be told apart; learn the last alone, or all"
+@dataclass(frozen=True, kw_only=True)
+class _Writer:
+    """A conversation as the template writes its first messages."""
+
+    messages: Sequence[Message]
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    tools: Sequence[Any] | None
+
+    def render(self, count: int, *, prompt: bool) -> str:
+        part = self.messages[:count]
+        return self.template.render(part, add_generation_prompt=prompt, tools=self.tools)
+
+    def encode(self, count: int, *, prompt: bool) -> list[int]:
+        return self.template.encode(
+            self.messages[:count], self.tokenizer, add_generation_prompt=prompt, tools=self.tools
         )
-    head = template.encode(part, tokenizer, add_generation_prompt=prompt)
-    size = min(len(head), len(ids))
-    differs = np.flatnonzero(np.array(head[:size]) != np.array(ids[:size]))
-    return int(differs[0]) if len(differs) else size
+
+    def shared(self, count: int, ids: list[int], text: str, *, prompt: bool) -> int:
+        """Return how many of `ids`, those of `text`, are those of the first `count` messages."""
+        if not text.startswith(self.render(count, prompt=prompt)):
+            raise ValueError(
+                f"chat template: it writes the first {count} of {len(self.messages)} messages "
+                "differently once others follow, so the answers cannot be told apart; learn the "
+                "last alone, or all"
+            )
+        head = self.encode(count, prompt=prompt)
+        size = min(len(head), len(ids))
+        differs = np.flatnonzero(np.array(head[:size]) != np.array(ids[:size]))
+        return int(differs[0]) if len(differs) else size
 
 
 def _turn_end(ids: list[int], begin: int, end: int, template: ChatTemplate) -> int:
@@ -114,36 +130,53 @@ def _turn_end(ids: list[int], begin: int, end: int, template: ChatTemplate) -> i
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    conversations: list[Conversation]
-    empty: int
-    bad: tuple[str, ...]
+class _ChatEncoder:
+    """Turns lines with conversations into documents with modes."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
     template: ChatTemplate
     tokenizer: Tokenizer
     key: str
     learn: Learn
 
-    def __call__(self, task: Task) -> _Encoded:
+    @property
+    def multimodal(self) -> bool:
+        """The mode says what is learned."""
+        return True
+
+    def options(self) -> dict[str, object]:
+        """Return what decides the result beside the tokenizer."""
+        template = self.template
+        return {
+            "key": self.key,
+            "learn": self.learn,
+            "template": [template.source, template.tokens, template.bos_token, template.eos_token],
+        }
+
+    def __call__(self, task: Task) -> Encoded:
+        """Return the tokens of a task; a conversation that cannot be written is bad."""
         assert isinstance(task, LinesTask)
-        made, bad, empty = [], [], 0
+        gathered = Gathered(token_dtype(self.tokenizer.vocab_size), multimodal=True)
+        bad, empty = [], 0
         for number, line in text_lines(task):
             try:
-                messages = _messages(json_object(line), self.key)
+                value = json_object(line)
                 conversation = tokenise_conversation(
-                    messages, self.template, self.tokenizer, learn=self.learn
+                    _messages(value, self.key),
+                    self.template,
+                    self.tokenizer,
+                    learn=self.learn,
+                    tools=_tools(value),
                 )
+                if len(conversation.tokens):
+                    lengths, modes = conversation.spans()
+                    cuts = np.cumsum(lengths)[:-1]
+                    gathered.add(np.split(conversation.tokens, cuts), modes)
+                else:
+                    empty += 1
             except ValueError as error:
                 bad.append(f"{task.path}:{number}: {error}")
-                continue
-            if len(conversation.tokens):
-                made.append(conversation)
-            else:
-                empty += 1
-        return _Encoded(conversations=made, empty=empty, bad=tuple(bad))
+        documents = {self.key: gathered.documents()}
+        return Encoded(documents=documents, empty=empty, repaired=0, bad=tuple(bad))
 
 
 def _messages(value: Mapping[str, Any], key: str) -> list[Message]:
@@ -159,6 +192,13 @@ def _messages(value: Mapping[str, Any], key: str) -> list[Message]:
     return messages
 
 
+def _tools(value: Mapping[str, Any]) -> list[Any] | None:
+    tools = value.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise BadDocumentError("'tools' is no list")
+    return tools or None
+
+
 def preprocess_chat(
     inputs: Iterable[str | Path],
     *,
@@ -169,12 +209,16 @@ def preprocess_chat(
     learn: Learn = "assistant",
     workers: int = 1,
     strict: bool = False,
+    resume: bool = False,
+    partition: tuple[int, int] = (0, 1),
+    progress: bool | None = None,
 ) -> PreprocessReport:
     """Tokenise conversations into `.bin/.idx` files for `DocumentDataset`, in order.
 
     A document is a conversation; its sequences are stretches that are learned (mode 1) or not
     (mode 0). Inputs are JSONL files, folders or patterns, each line an object with a list of
-    messages under `key`.
+    messages under `key` and, if it has any, a list of tools under `tools`. The other arguments are
+    those of `preprocess`.
 
     Raises:
         ValueError: as `preprocess`; a conversation that the template refuses is a bad line.
@@ -183,25 +227,16 @@ def preprocess_chat(
     """
     if learn not in ("assistant", "last", "all"):
         raise ValueError(f"learn is {learn!r}, it can be assistant, last or all")
-    begin = time.perf_counter()
+    job = Job(
+        encoder=_ChatEncoder(template=template, tokenizer=tokenizer, key=key, learn=learn),
+        outputs={key: Path(output)},
+        dtype=token_dtype(tokenizer.vocab_size),
+        workers=workers,
+        strict=strict,
+        partition=partition,
+        progress=progress,
+    )
     files = expand_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     if plain := [path for path in files if not is_jsonl(path)]:
         raise ValueError(f"{plain[0]}: conversations come in JSONL files")
-    encoder = _Encoder(template=template, tokenizer=tokenizer, key=key, learn=learn)
-    report = PreprocessReport(outputs=(Path(output),))
-    dtype = token_dtype(tokenizer.vocab_size)
-    with IndexedWriter(output, dtype, multimodal=True) as writer:
-        for part in ordered_map(encoder, file_tasks(files), workers=workers):
-            if strict and part.bad:
-                raise ValueError(part.bad[0])
-            for conversation in part.conversations:
-                lengths, modes = conversation.spans()
-                writer.add_document(conversation.tokens, lengths, modes)
-            report = replace(
-                report.with_bad(part.bad),
-                documents=writer.num_documents,
-                tokens=writer.num_tokens,
-                empty=report.empty + part.empty,
-            )
-        report.check_written()
-    return replace(report, seconds=time.perf_counter() - begin)
+    return job.run(file_tasks(files), files=files if resume else None, base=Path(output))

@@ -1,9 +1,10 @@
-"""Tasks in, files out: what a run of preprocessing does with its tasks."""
+"""A run of preprocessing: tasks in, files out."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mcore_data.indexed import IndexedWriter
-from mcore_data.preprocessing.encode import Encoded, Encoder
+from mcore_data.preprocessing.encode import Encoded, TaskEncoder
 from mcore_data.preprocessing.pool import ordered_map
 from mcore_data.preprocessing.report import PreprocessReport
 from mcore_data.preprocessing.sources import Task
@@ -19,14 +20,45 @@ from mcore_data.preprocessing.sources import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How to tokenise, and where to: `outputs` are prefixes by key."""
+    """How to tokenise, and where to: `outputs` are prefixes by key.
 
-    encoder: Encoder
-    outputs: dict[str, Path]
+    ValueError when `workers` or `partition` make no sense.
+    """
+
+    encoder: TaskEncoder
+    outputs: Mapping[str, Path]
     dtype: np.dtype[Any]
-    workers: int
-    strict: bool
-    progress: bool | None
+    workers: int = 1
+    strict: bool = False
+    partition: tuple[int, int] = (0, 1)
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"{self.workers} workers, the least is 1")
+        part, num_parts = self.partition
+        if not 0 <= part < num_parts:
+            raise ValueError(
+                f"partition {part} of {num_parts}: it must lie in 0 to {num_parts - 1}"
+            )
+
+    def run(
+        self, tasks: Iterator[Task], *, files: Sequence[Path] | None = None, base: Path
+    ) -> PreprocessReport:
+        """Write this partition's share of `tasks` to the outputs.
+
+        `files`: what the tasks were read from, in a run that can go on after a kill; it keeps what
+        is done beside `base`. ValueError when there is no document.
+        """
+        begin = time.perf_counter()
+        share = islice(tasks, self.partition[0], None, self.partition[1])
+        if files is None:
+            report = self._run_at_once(share)
+        else:
+            from mcore_data.preprocessing.resume import run_in_parts
+
+            report = run_in_parts(self, share, files, base)
+        return replace(report, seconds=time.perf_counter() - begin)
 
     def results(
         self, tasks: Iterable[Task], report: PreprocessReport
@@ -51,12 +83,15 @@ class Job:
                 bar.update(report.documents - written)
                 yield part, report
 
-    def open_writers(self, stack: ExitStack, paths: dict[str, Path]) -> dict[str, IndexedWriter]:
+    def open_writers(self, stack: ExitStack, paths: Mapping[str, Path]) -> dict[str, IndexedWriter]:
         """Open a writer for every key."""
-        return {k: stack.enter_context(IndexedWriter(p, self.dtype)) for k, p in paths.items()}
+        multimodal = self.encoder.multimodal
+        return {
+            key: stack.enter_context(IndexedWriter(path, self.dtype, multimodal=multimodal))
+            for key, path in paths.items()
+        }
 
-    def run(self, tasks: Iterable[Task]) -> PreprocessReport:
-        """Write the outputs; ValueError when there is no document."""
+    def _run_at_once(self, tasks: Iterable[Task]) -> PreprocessReport:
         report = PreprocessReport(outputs=tuple(self.outputs.values()))
         with ExitStack() as stack:
             writers = self.open_writers(stack, self.outputs)
@@ -67,7 +102,8 @@ class Job:
         return report
 
 
-def write(writers: dict[str, IndexedWriter], part: Encoded) -> None:
+def write(writers: Mapping[str, IndexedWriter], part: Encoded) -> None:
     """Append what a task gave to the file of each key."""
     for key, writer in writers.items():
-        writer.add_documents(part.tokens[key], part.lengths[key])
+        found = part.documents[key]
+        writer.add_documents(found.tokens, found.lengths, found.sequences, found.modes)

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -16,6 +17,8 @@ _AHEAD = 8  # results per worker that may wait for an earlier one
 
 def _serve(connection: Connection, function: Callable[[T], R]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    # One core each: libraries with threads of their own would start as many in every worker.
+    os.environ.update(dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS"), "1"))
     with contextlib.suppress(EOFError, OSError):  # the parent has closed its end
         while True:
             item = connection.recv()

@@ -38,15 +38,13 @@ class PreprocessReport:
         """Return the report with one more task counted."""
         return replace(
             self,
-            documents=self.documents + sum(len(v) for v in part.lengths.values()),
-            tokens=self.tokens + sum(len(v) for v in part.tokens.values()),
+            documents=self.documents + sum(len(v.sequences) for v in part.documents.values()),
+            tokens=self.tokens + sum(len(v.tokens) for v in part.documents.values()),
             empty=self.empty + part.empty,
             repaired=self.repaired + part.repaired,
-        ).with_bad(part.bad)
-
-    def with_bad(self, bad: tuple[str, ...]) -> "PreprocessReport":
-        """Return the report with bad lines counted, the first of them quoted."""
-        return replace(self, bad=self.bad + len(bad), bad_lines=(self.bad_lines + bad)[:_EXAMPLES])
+            bad=self.bad + len(part.bad),
+            bad_lines=(self.bad_lines + part.bad)[:_EXAMPLES],
+        )
 
     def check_written(self) -> None:
         """Raise ValueError when there is no document."""

@@ -30,7 +30,7 @@ PART_TASKS: Final = 256  # tasks of a part: about as many MiB of text
 
 
 def run_in_parts(
-    job: Job, tasks: Iterator[Task], files: Sequence[Path], partition: tuple[int, int], base: Path
+    job: Job, tasks: Iterator[Task], files: Sequence[Path], base: Path
 ) -> PreprocessReport:
     """Write the outputs of `job`, going on where an earlier call with the same input stopped.
 
@@ -41,7 +41,7 @@ def run_in_parts(
     for path in base.parent.iterdir():  # what a kill left of an earlier run's removal
         if path.name.startswith(f"{folder.name}."):
             shutil.rmtree(path, ignore_errors=True)
-    run = _fingerprint(job, files, partition)
+    run = _fingerprint(job, files)
     with _claimed(folder):
         report = PreprocessReport(outputs=tuple(job.outputs.values()))
         number = done = 0
@@ -119,12 +119,12 @@ def _commit(path: Path, state: dict[str, Any]) -> None:
     fsync_path(path.parent)
 
 
-def _fingerprint(job: Job, files: Sequence[Path], partition: tuple[int, int]) -> str:
+def _fingerprint(job: Job, files: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         stat = path.stat()
         digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    options = [list(job.outputs), job.encoder.append, partition]
+    options = [list(job.outputs), job.encoder.options(), job.partition]
     digest.update(json.dumps(options).encode())
     _hash_tokenizer(job.encoder.tokenizer, digest)
     return digest.hexdigest()

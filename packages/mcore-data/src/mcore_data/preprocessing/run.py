@@ -1,16 +1,12 @@
 """The two jobs on text: tokenise a corpus, train a tokenizer on it."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from mcore_data.indexed import token_dtype
-from mcore_data.preprocessing.encode import Encoder, document_texts
+from mcore_data.preprocessing.encode import TextEncoder, document_texts
 from mcore_data.preprocessing.job import Job
 from mcore_data.preprocessing.report import PreprocessReport
-from mcore_data.preprocessing.resume import run_in_parts
 from mcore_data.preprocessing.sources import (
     Task,
     expand_inputs,
@@ -55,6 +51,7 @@ def preprocess(
     output: str | Path,
     keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    sentences: bool = False,
     workers: int = 1,
     strict: bool = False,
     resume: bool = False,
@@ -78,6 +75,8 @@ def preprocess(
         keys: keys of the text in JSON objects, or columns. Each of several goes to files of its
             own, named `output` + `_` + key.
         append_eod: end every document with the tokenizer's EOD id, counted in its length.
+        sentences: make each sentence of a document (`split_sentences`) a sequence of its own, as
+            datasets of pairs of sentences need them.
         workers: processes to tokenise in. A script that uses more than one needs the usual
             `if __name__ == "__main__"`.
         strict: stop at the first bad line, with its file and number.
@@ -101,33 +100,28 @@ def preprocess(
     """
     if append_eod and tokenizer.eod_id is None:
         raise ValueError("append_eod needs a tokenizer with an EOD id, this one has none")
-    if not keys or workers < 1:
-        raise ValueError(f"{len(keys)} keys and {workers} workers, each must be at least 1")
-    part, num_parts = partition
-    if not 0 <= part < num_parts:
-        raise ValueError(f"partition {part} of {num_parts}: it must lie in 0 to {num_parts - 1}")
-    begin = time.perf_counter()
+    if not keys:
+        raise ValueError("no keys, at least one is needed")
     base = Path(output)
     names = {k: base.with_name(f"{base.name}_{k}") if len(keys) > 1 else base for k in keys}
     job = Job(
-        encoder=Encoder(
-            tokenizer=tokenizer, keys=tuple(keys), append=tokenizer.eod_id if append_eod else None
+        encoder=TextEncoder(
+            tokenizer=tokenizer,
+            keys=tuple(keys),
+            append=tokenizer.eod_id if append_eod else None,
+            sentences=sentences,
         ),
         outputs=names,
         dtype=token_dtype(tokenizer.vocab_size),
         workers=workers,
         strict=strict,
+        partition=partition,
         progress=progress,
     )
     files = _files(inputs, documents)
-    tasks = islice(_tasks(files, documents, keys), part, None, num_parts)
-    if resume:
-        if files is None:
-            raise ValueError("resume needs inputs (files), documents cannot be read again")
-        report = run_in_parts(job, tasks, files, partition, base)
-    else:
-        report = job.run(tasks)
-    return replace(report, seconds=time.perf_counter() - begin)
+    if resume and files is None:
+        raise ValueError("resume needs inputs (files), documents cannot be read again")
+    return job.run(_tasks(files, documents, keys), files=files if resume else None, base=base)
 
 
 def train_sentencepiece(

@@ -2,6 +2,16 @@
 
 from mcore_data.tokenizers.base import Tokenizer, VocabSizes, tokenizer_files
 from mcore_data.tokenizers.byte import ByteTokenizer
+from mcore_data.tokenizers.incremental import Decoder
 from mcore_data.tokenizers.load import load_tokenizer
+from mcore_data.tokenizers.null import NullTokenizer
 
-__all__ = ["ByteTokenizer", "Tokenizer", "VocabSizes", "load_tokenizer", "tokenizer_files"]
+__all__ = [
+    "ByteTokenizer",
+    "Decoder",
+    "NullTokenizer",
+    "Tokenizer",
+    "VocabSizes",
+    "load_tokenizer",
+    "tokenizer_files",
+]

@@ -1,22 +1,30 @@
 """What a tokenizer is, and how one is kept in a directory."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from mcore_data.tokenizers.incremental import Decoder
 
 CONFIG_FILE: Final = "tokenizer_config.json"
 HF_FILE: Final = "tokenizer.json"
 """The file by which a folder of Hugging Face is known."""
 
+SPECIAL_MAP: Final = "special_tokens_map.json"
+
 _FORMAT: Final = "mcore-tokenizer"
 _HF_FILES: Final = (
     HF_FILE,
     CONFIG_FILE,
-    "special_tokens_map.json",
+    SPECIAL_MAP,
     "added_tokens.json",
     "tokenizer.model",
+    "tekken.json",
+    "encoder.json",
+    "vocab.bpe",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -26,12 +34,17 @@ _HF_FILES: Final = (
 _VERSION: Final = 1
 
 
+Spans = list[tuple[int, int]]
+"""For each token the characters of a text that it stands for: first, and one after the last."""
+
+
 class Tokenizer(Protocol):
     """Turns text into ids and back.
 
     Special ids are None where the tokenizer has none: nobody may assume one. `eod_id` ends a
     document in a corpus, `eos_id` ends a text; often they are one. Implementations are
-    picklable, since preprocessing sends them to worker processes.
+    picklable, since preprocessing sends them to worker processes. Those that name this class as
+    their base get `encode_batch` and `decoder` from `encode` and `decode`.
     """
 
     @property
@@ -69,6 +82,11 @@ class Tokenizer(Protocol):
         """Ids with which a model expects a text to begin; `encode` leaves them to the caller."""
         ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the special tokens by their names; empty where they have none."""
+        return {}
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, no special ids added; ValueError for lone surrogates."""
         ...
@@ -79,6 +97,23 @@ class Tokenizer(Protocol):
         ValueError for an id outside the vocabulary.
         """
         ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, as `encode` gives them."""
+        return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
+        """Return the ids of `text` and the characters that each stands for.
+
+        Tokens that are bytes of one character all have its span.
+        """
+        ...
+
+    def decoder(self) -> "Decoder":
+        """Return what decodes ids one by one, as they come in."""
+        from mcore_data.tokenizers.incremental import WindowDecoder
+
+        return WindowDecoder(self.decode)
 
     def save(self, directory: str | Path) -> None:
         """Write all that `load_tokenizer` needs into `directory`, which is created."""
@@ -135,9 +170,18 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
     A folder of Hugging Face may hold a whole model: then these are the tokenizer's alone.
     """
     folder = Path(folder)
-    if (folder / HF_FILE).is_file():
-        return [folder / name for name in _HF_FILES if (folder / name).is_file()]
+    found = [folder / name for name in _HF_FILES if (folder / name).is_file()]
+    if found and not _is_ours(folder):
+        return found
     return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        read_config(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def write_config(directory: str | Path, kind: str, **fields: Any) -> None:

@@ -2,20 +2,27 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
 
-from mcore_data.tokenizers.base import CONFIG_FILE, HF_FILE, check_text, tokenizer_files
+from mcore_data.tokenizers.base import (
+    CONFIG_FILE,
+    HF_FILE,
+    SPECIAL_MAP,
+    Spans,
+    Tokenizer,
+    check_text,
+    tokenizer_files,
+)
 
-_SPECIAL_MAP: Final = "special_tokens_map.json"
 _BROKEN: Final = "\ufffd"
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A `tokenizer.json` behind the `Tokenizer` interface, through the `tokenizers` library.
 
     Ids and texts are those of transformers' tokenizers, but for three things. A special token that
@@ -48,7 +55,7 @@ class HFTokenizer:
         self._tokenizer.encode_special_tokens = True  # not those that a text spells
         self._falls_back = '"ByteFallback"' in json.dumps(self._object(HF_FILE)["decoder"])
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: Final[int] = max(vocabulary.values(), default=-1) + 1
+        self._vocab_size = max(vocabulary.values(), default=-1) + 1
         names = self._special_tokens()
         self._special = {}
         for name, text in names.items():
@@ -60,6 +67,11 @@ class HFTokenizer:
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
         """Read the tokenizer's files of a folder, which may hold a model as well."""
         return cls(read_files(folder), where=str(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids, added tokens among them."""
+        return self._vocab_size
 
     @property
     def bos_id(self) -> int | None:
@@ -87,6 +99,12 @@ class HFTokenizer:
         return self._special.get("unk_token")
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the added tokens that the files call special, by their texts."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in sorted(added.items()) if token.special}
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids that the files put before a text, such as that of `bos_token`."""
         return self._prefix
@@ -95,6 +113,19 @@ class HFTokenizer:
         """Return the ids of `text`, nothing added; ValueError for lone surrogates."""
         check_text(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, in one call of the library, which may use every core."""
+        for text in texts:
+            check_text(text)
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(item.ids) for item in encoded]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
+        """Return the ids of `text` and the characters that each stands for."""
+        check_text(text)
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoded.ids), [(int(a), int(b)) for a, b in encoded.offsets]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; ValueError for an id outside the vocabulary."""
@@ -141,7 +172,7 @@ class HFTokenizer:
         `tokenizer_config.json` counts more than `special_tokens_map.json`.
         """
         found = {}
-        for file in (_SPECIAL_MAP, CONFIG_FILE):
+        for file in (SPECIAL_MAP, CONFIG_FILE):
             config = self._object(file)
             for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
                 token = config.get(name)

@@ -1,18 +1,18 @@
 """SentencePiece models."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import sentencepiece
 
-from mcore_data.tokenizers.base import check_text, write_config
+from mcore_data.tokenizers.base import Spans, Tokenizer, check_text, write_config
 
 MODEL_FILE: Final = "tokenizer.model"
 _SPACE: Final = "\u2581"  # how a model writes a blank; a text may hold the sign itself
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model behind the `Tokenizer` interface.
 
     Args:
@@ -90,6 +90,44 @@ class SentencePieceTokenizer:
             ids += self._space_ids if i else []
             ids += self._processor.encode(part)
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, in one call of the library where it reads them as they are.
+
+        In the calling thread alone.
+        """
+        if self._exact and any(_SPACE in text for text in texts):
+            return [self.encode(text) for text in texts]
+        for text in texts:
+            check_text(text)
+        return [list(ids) for ids in self._processor.encode(list(texts), num_threads=1)]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
+        """Return the ids of `text` and the characters that each stands for."""
+        check_text(text)
+        if not self._exact or _SPACE not in text:
+            return self._with_offsets(text, 0)
+        ids: list[int] = []
+        spans: Spans = []
+        begin = 0
+        for i, part in enumerate(text.split(_SPACE)):
+            if i:
+                ids += self._space_ids
+                spans += [(begin - 1, begin)] * len(self._space_ids)
+            more, where = self._with_offsets(part, begin)
+            ids += more
+            spans += where
+            begin += len(part) + 1
+        return ids, spans
+
+    def _with_offsets(self, text: str, begin: int) -> tuple[list[int], Spans]:
+        found = self._processor.encode(text, out_type="offset_mapping")
+        ids, spans = list(found["ids"]), list(found["offsets"])
+        # The library gives a character's span to the last of its bytes alone.
+        for i in range(len(ids) - 2, -1, -1):
+            if spans[i][0] == spans[i][1] == spans[i + 1][0] and self._processor.is_byte(ids[i]):
+                spans[i] = spans[i + 1]
+        return ids, [(begin + first, begin + last) for first, last in spans]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; ValueError for an id outside the vocabulary."""
