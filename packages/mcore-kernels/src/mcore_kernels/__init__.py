@@ -5,6 +5,13 @@ from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.rope.angles import rope_cos_sin
+from mcore_kernels.ops.rope.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from mcore_kernels.protocols import (
     ActivationOp,
     AddRmsNormOp,
@@ -39,15 +46,20 @@ __all__ = [
     "L2NormOp",
     "LayerNormOp",
     "LinearOp",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "Operator",
     "Resolved",
     "RmsNormOp",
     "RopeOp",
+    "RopeScaling",
     "Row",
     "SsdScanOp",
     "SwigluOp",
     "Target",
     "VocabLossOp",
+    "YarnScaling",
     "accumulation_dtype",
     "explain",
     "resolve",

@@ -23,10 +23,10 @@ class OpLibrary:
     def define(
         self, schema: str, kernel: Callable[..., Any], *, fake: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Define an operator that changes none of its arguments and returns fresh tensors.
+        """Define an operator that returns fresh tensors, and changes only what its schema says.
 
         Args:
-            schema: "name(Tensor x, float eps) -> Tensor".
+            schema: "name(Tensor x, float eps) -> Tensor"; an argument "Tensor(a!) x" is changed.
             kernel: computes it on every device.
             fake: returns empty results of the right shape, dtype and device; for torch.compile.
         """

@@ -158,3 +158,12 @@ class RopeOp(Protocol):
         D - R elements are passed on. Pair i is (i, i + R/2), or (2i, 2i + 1) when `interleaved`.
         No gradient flows to cos and sin.
         """
+
+    def inplace(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    ) -> None:
+        """Turn q and k where they lie (views of one tensor, for example); records no autograd.
+
+        Raises:
+            ValueError: q or k asks for a gradient.
+        """

@@ -105,6 +105,8 @@ def _compare(  # noqa: PLR0917 -- one internal caller
         )  # fmt: skip
     if op == "linear":
         methods.compare_linear(resolved, arguments, wide, label)
+    if op == "rope" and not case.expanded:
+        methods.compare_rope_inplace(resolved, arguments, label)
     if op == "attention" and case.grads:
         methods.compare_attention_backward(resolved, arguments, wide, case, label)
 

@@ -43,6 +43,22 @@ def compare_linear(op: Any, arguments: dict[str, Any], wide: dict[str, Any], lab
         )
 
 
+def compare_rope_inplace(op: Any, arguments: dict[str, Any], label: str) -> None:
+    """Turning in place gives what the operator gives, in views too, and nothing around them."""
+    turned = [x.clone() for x in op(**arguments)]
+    copies = {name: _same_strides(arguments[name]) for name in ("q", "k")}
+    op.inplace(**{**arguments, **copies})
+    for name, wanted in zip(("q", "k"), turned, strict=True):
+        same = torch.equal(copies[name].nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert same, f"{label}: in place: {name} differs"
+
+
+def _same_strides(x: Tensor) -> Tensor:
+    """A copy of x that lies in memory as x does."""
+    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return copy.copy_(x)
+
+
 def compare_attention_backward(
     op: Any, arguments: dict[str, Any], wide: dict[str, Any], case: Case, label: str
 ) -> None:

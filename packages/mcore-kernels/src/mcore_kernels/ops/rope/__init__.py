@@ -2,7 +2,7 @@
 
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.rope.limits import limits
-from mcore_kernels.ops.rope.reference import rope as reference
+from mcore_kernels.ops.rope.reference import ReferenceRope
 from mcore_kernels.requirements import TRITON
 
 OPERATOR = Operator(
@@ -11,18 +11,18 @@ OPERATOR = Operator(
         Implementation(
             op="rope",
             name="reference",
-            fn=reference,
+            fn=ReferenceRope(),
             summary="products and sums of rolled halves",
         ),
         Implementation(
             op="rope",
             name="triton",
-            fn="mcore_kernels.ops.rope.triton:rope",
+            fn="mcore_kernels.ops.rope.triton:ROPE",
             requires=TRITON,
             limits=limits,
             second="reference",
             priority=20,
-            summary="one pass over q and one over k each way; keeps only the angles",
+            summary="one launch for q and k each way; keeps only the angles",
         ),
     ),
 )

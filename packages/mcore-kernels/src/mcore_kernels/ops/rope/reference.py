@@ -13,13 +13,31 @@ from torch import Tensor
 from mcore_kernels.protocols import accumulation_dtype, rounded
 
 
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """See `mcore_kernels.protocols.RopeOp`; ValueError when R exceeds D or rows do not match."""
-    check_rotary(q, k, cos)
-    turned_q, turned_k = _Rope.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call]
-    return turned_q, turned_k
+class ReferenceRope:
+    """`mcore_kernels.protocols.RopeOp` in plain torch."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `RopeOp`; ValueError when R exceeds D or rows do not match."""
+        check_rotary(q, k, cos)
+        turned_q, turned_k = _Rope.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+        return turned_q, turned_k
+
+    def inplace(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    ) -> None:
+        """See `RopeOp`."""
+        check_rotary(q, k, cos)
+        check_no_grad(q, k)
+        for x, turned in zip((q, k), _rotate(q, k, cos, sin, interleaved), strict=True):
+            x.copy_(turned)
+
+
+def check_no_grad(q: Tensor, k: Tensor) -> None:
+    """ValueError where autograd would have to record what happens to q or k."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError("rope: q and k are turned in place without autograd, under torch.no_grad")
 
 
 def check_rotary(q: Tensor, k: Tensor, cos: Tensor) -> None:
