@@ -3,6 +3,7 @@
 from mcore_data.blend_stream import BlendLoader, BlendSampler, JoinedDataset, WeightSchedule
 from mcore_data.chat import ChatTemplate
 from mcore_data.datasets import (
+    BERTDataset,
     Blend,
     BlendedDataset,
     BlendIndex,
@@ -12,11 +13,16 @@ from mcore_data.datasets import (
     FIMDataset,
     GPTDataset,
     GPTIndex,
+    MaskedSample,
+    MaskingConfig,
     PackedDataset,
     Parts,
     Sample,
     SampleSource,
     SourcePlan,
+    SpanConfig,
+    SpanSample,
+    T5Dataset,
     VariableSource,
     blend_index,
     build_gpt_index,
@@ -33,6 +39,7 @@ from mcore_data.external_loader import ExternalLoader
 from mcore_data.indexed import (
     IndexedReader,
     IndexedWriter,
+    Storage,
     build_index,
     index_header,
     sequence_offsets,
@@ -51,14 +58,22 @@ from mcore_data.preprocessing import (
     PreprocessReport,
     preprocess,
     preprocess_chat,
+    split_sentences,
     tokenise_conversation,
     train_sentencepiece,
 )
 from mcore_data.sampler import BatchRamp, BatchSampler, shuffled_order
 from mcore_data.token_loader import TokenBatchLoader, TokenBatchSampler, balance, collate_flat
-from mcore_data.tokenizers import ByteTokenizer, Tokenizer, VocabSizes, load_tokenizer
+from mcore_data.tokenizers import (
+    ByteTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    VocabSizes,
+    load_tokenizer,
+)
 
 __all__ = [
+    "BERTDataset",
     "BatchRamp",
     "BatchSampler",
     "Blend",
@@ -79,16 +94,23 @@ __all__ = [
     "IndexedReader",
     "IndexedWriter",
     "JoinedDataset",
+    "MaskedSample",
+    "MaskingConfig",
     "MicroBatch",
     "MicroBatchLoader",
+    "NullTokenizer",
     "PackedDataset",
     "Parts",
     "PreprocessReport",
     "Sample",
     "SampleSource",
     "SourcePlan",
+    "SpanConfig",
+    "SpanSample",
     "StepLoader",
+    "Storage",
     "Summary",
+    "T5Dataset",
     "TokenBatchLoader",
     "TokenBatchSampler",
     "Tokenizer",
@@ -116,6 +138,7 @@ __all__ = [
     "segment_positions",
     "sequence_offsets",
     "shuffled_order",
+    "split_sentences",
     "summarise",
     "token_dtype",
     "tokenise_conversation",

@@ -26,6 +26,7 @@ def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
 
     Returns tokens, labels, positions int64 [B, S], loss_mask float32 [B, S], sample_ids
     int64 [B], and cu_seqlens int32 [N + 1]: the segment bounds in the flattened [B * S] tokens.
+    What samples hold beside is stacked too, [B, ...] (see `Sample.extra`).
     """
     size = len(samples[0].tokens)
     starts = [sample.cu_seqlens[:-1] + row * size for row, sample in enumerate(samples)]
@@ -36,6 +37,7 @@ def collate(samples: Sequence[Sample], sample_ids: Sequence[int]) -> MicroBatch:
         "positions": np.stack([sample.positions for sample in samples]),
         "cu_seqlens": np.concatenate([*starts, [len(samples) * size]]).astype(np.int32),
         "sample_ids": np.array(sample_ids, np.int64),
+        **{name: np.stack([s.extra()[name] for s in samples]) for name in samples[0].extra()},
     }
 
 

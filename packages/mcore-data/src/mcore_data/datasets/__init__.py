@@ -1,5 +1,6 @@
 """Samples for training, made from indexed token files."""
 
+from mcore_data.datasets.bert import BERTDataset, MaskedSample, MaskingConfig
 from mcore_data.datasets.blend import Blend, BlendedDataset
 from mcore_data.datasets.blend_order import (
     BlendIndex,
@@ -15,8 +16,10 @@ from mcore_data.datasets.gpt_index import GPTIndex, build_gpt_index
 from mcore_data.datasets.packing import PackedDataset, first_fit_decreasing
 from mcore_data.datasets.sample import Sample, SampleSource, segment_bounds, segment_positions
 from mcore_data.datasets.splits import document_ranges, parse_split
+from mcore_data.datasets.t5 import SpanConfig, SpanSample, T5Dataset
 
 __all__ = [
+    "BERTDataset",
     "Blend",
     "BlendIndex",
     "BlendedDataset",
@@ -26,11 +29,16 @@ __all__ = [
     "FIMDataset",
     "GPTDataset",
     "GPTIndex",
+    "MaskedSample",
+    "MaskingConfig",
     "PackedDataset",
     "Parts",
     "Sample",
     "SampleSource",
     "SourcePlan",
+    "SpanConfig",
+    "SpanSample",
+    "T5Dataset",
     "VariableSource",
     "blend_index",
     "build_gpt_index",

@@ -3,6 +3,7 @@
 S: tokens of a sample. N: segments (parts of documents that may attend to each other).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,10 @@ class Sample:
     loss_mask: NDArray[np.float32]
     positions: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
+
+    def extra(self) -> Mapping[str, NDArray[Any]]:
+        """Return what samples of a kind hold beside these, by name; one shape for all of them."""
+        return {}
 
 
 class SampleSource(Protocol):
