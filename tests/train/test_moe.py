@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import mcore_ckpt
-from mcore_models.common.moe import Router, Routing
+from mcore_models.common.moe import RoutedTokens, Router, Routing
 from mcore_parallel import ParallelConfig, ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train.callbacks import read_metrics
@@ -156,11 +156,11 @@ def forced_rank(tree: dict[str, Any] | None, config: TrainConfig | None = None) 
     """`record_rank`, or `record`, of one step in which every token chooses experts 0 and 1."""
     original = Router.forward
 
-    def forward(self: Router, tokens: Tensor) -> Routing:
-        routing = original(self, tokens)
+    def forward(self: Router, x: Tensor, tokens: RoutedTokens | None = None) -> Routing:
+        routing = original(self, x, tokens)
         experts = torch.arange(2).expand_as(routing.experts)
         weights = routing.scores.gather(-1, experts)
-        return Routing(scores=routing.scores, experts=experts, weights=weights)
+        return dataclasses.replace(routing, experts=experts, weights=weights)
 
     with mock.patch.object(Router, "forward", forward):
         if config is not None:

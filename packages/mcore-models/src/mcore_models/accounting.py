@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_models.config import NO_PART, ModelConfig
-from mcore_models.part_configs import MambaConfig
+from mcore_models.part_configs import MambaConfig, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,7 @@ def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
     if letter == "-":
         return _mlp_parameters(config, config.mlp_size)
     if letter == "E" and config.moe is not None:
-        weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
-        experts = config.moe.num_experts
-        return experts * (weights + hidden), experts * biases
+        return _moe_parameters(config, config.moe)
     if letter == "M" and config.mamba is not None:
         return _mamba_parameters(hidden, config.mamba)
     raise ValueError(
@@ -131,8 +129,25 @@ def _idle_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
     if letter != "E" or config.moe is None:
         return 0, 0
     idle = config.moe.num_experts - config.moe.top_k
-    weights, biases = _mlp_parameters(config, config.moe.expert_ffn_size)
+    weights, biases = _expert_parameters(config, config.moe)
     return idle * weights, idle * biases
+
+
+def _moe_parameters(config: ModelConfig, moe: MoEConfig) -> tuple[int, int]:
+    """Of router, experts, and what is beside and around them; corrections are no parameters."""
+    hidden = config.hidden_size
+    weights, biases = _expert_parameters(config, moe)
+    weights = moe.num_experts * (weights + hidden)
+    biases = moe.num_experts * (biases + moe.router_bias)
+    if moe.shared_ffn_size:
+        shared, shared_biases = _mlp_parameters(config, moe.shared_ffn_size)
+        weights += shared + hidden * moe.shared_gate
+        biases += shared_biases
+    return weights + 2 * hidden * (moe.latent_size or 0), biases
+
+
+def _expert_parameters(config: ModelConfig, moe: MoEConfig) -> tuple[int, int]:
+    return _mlp_parameters(config, moe.expert_ffn_size, moe.latent_size)
 
 
 def _mamba_parameters(hidden: int, mamba: MambaConfig) -> tuple[int, int]:
@@ -148,6 +163,7 @@ def _conv_channels(mamba: MambaConfig) -> int:
     return mamba.inner_size + 2 * mamba.num_groups * mamba.state_size
 
 
-def _mlp_parameters(config: ModelConfig, width: int) -> tuple[int, int]:
+def _mlp_parameters(config: ModelConfig, width: int, hidden: int | None = None) -> tuple[int, int]:
+    hidden = hidden or config.hidden_size
     wide = width * (2 if config.activation == "swiglu" else 1)
-    return config.hidden_size * (wide + width), (wide + config.hidden_size) * config.linear_bias
+    return hidden * (wide + width), (wide + hidden) * config.linear_bias

@@ -120,6 +120,8 @@ def check_layout(
         counts["num_kv_heads"] = config.kv_heads, _divides_or_is_divided
     if "-" in letters:
         counts["ffn_size"] = config.mlp_size, _divides
+    if "E" in letters and config.moe is not None and config.moe.shared_ffn_size:
+        counts["moe.shared_ffn_size"] = config.moe.shared_ffn_size, _divides
     if "M" in letters and config.mamba is not None:
         counts["mamba.num_heads"] = config.mamba.num_heads, _divides
         counts["mamba.num_groups"] = config.mamba.num_groups, _divides_or_is_divided

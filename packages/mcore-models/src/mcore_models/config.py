@@ -128,6 +128,10 @@ class ModelConfig:
         dense = "-" if mixer == "*" else NO_PART
         return (mixer + (dense if self.moe is None else "E"),) * self.num_layers
 
+    def layers_with(self, letter: str) -> tuple[int, ...]:
+        """The indices of the layers that have a part of this letter."""
+        return tuple(i for i, letters in enumerate(self.layer_pattern) if letter in letters)
+
     @property
     def output_init_std(self) -> float:
         """Standard deviation for `attention.o`, `mamba.out` and `mlp.down`.

@@ -192,6 +192,13 @@ class MoEConfig:
             raise ValueError(f"jitter={self.jitter} must be at least 0 and less than 1")
 
 
+TRAINING_FIELDS = (
+    *("aux_loss_coefficient", "aux_loss_scope", "z_loss_coefficient"),
+    *("correction_rate", "jitter"),
+    *("capacity_factor", "capacity_scope", "drop_policy", "pad_to_capacity"),
+)
+"""Fields of `MoEConfig` that matter to training alone, and may change in its course."""
+
 _MOE_CHOICES = {
     "score_function": ScoreFunction,
     "expert_choice": ExpertChoice,

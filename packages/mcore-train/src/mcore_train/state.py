@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_models.part_configs import TRAINING_FIELDS
 from mcore_parallel import Group
 from mcore_train.config import CheckpointConfig, TrainConfig
 from mcore_train.from_hf import find_hf, is_hf, load_hf_weights
@@ -17,7 +18,7 @@ from mcore_train.session import Session
 WEIGHTS = ("model/",)
 FREE = {
     *("model.dropout", "model.init_std", "model.init_depth_scaled"),
-    *("model.moe.aux_loss_coefficient", "model.moe.aux_loss_scope"),
+    *(f"model.moe.{name}" for name in TRAINING_FIELDS),
 }
 """Fields of the architecture that may change when training goes on."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_models import GPT, AuxiliaryLosses, GlobalCounts, TokenBatch
+from mcore_models.common.moe import ExpertLoads, adapt_routers, expert_loads
 from mcore_parallel import ParallelMesh, RngKey, all_reduce, clip_factor, run_schedule
 from mcore_parallel.pipeline import (
     Action,
@@ -30,7 +31,7 @@ class StepMetrics:
 
     `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end, `extra`
     further numbers for the logs, by name: first of all the auxiliary losses of the layers, which
-    were part of the gradient and are not in `loss`.
+    were part of the gradient and are not in `loss`; then how uneven the loads of experts were.
     """
 
     loss: float
@@ -81,12 +82,14 @@ class Accumulated:
     """This rank's share of a step's losses; over the mesh the shares add up to the values.
 
     `loss` is a float64 scalar, and so is each of `auxiliary`, by name and in one order everywhere.
-    `tokens` are the valid tokens of the whole global batch.
+    `tokens` are the valid tokens of the whole global batch, `loads` how those were spread over the
+    experts of this stage.
     """
 
     loss: Tensor
     tokens: int
     auxiliary: Mapping[str, Tensor]
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     def totals(self, mesh: ParallelMesh, *others: float) -> list[float]:
         """Return the values: loss, auxiliary losses, sums of `others`; reduces over mesh.world."""
@@ -108,6 +111,7 @@ class Step:
         self.session = session
         self.loss = loss
         self.schedule = pipeline_schedule(session.mesh, session.plan.micro_batches)
+        self.loads = ExpertLoads()
         self.weight_gradients = None
         if self.schedule.splits_backward:
             self.weight_gradients = DeferredGradients(session.model.parameters())
@@ -134,8 +138,12 @@ class Step:
             weight_gradients=self.weight_gradients,
         )
         session.buckets.finish()
+        self.loads = expert_loads(model, auxiliary, mesh)
         return Accumulated(
-            loss=loss_share(outputs, mesh), tokens=tokens, auxiliary=auxiliary.shares()
+            loss=loss_share(outputs, mesh),
+            tokens=tokens,
+            auxiliary=auxiliary.shares(),
+            loads=self.loads,
         )
 
     def _around(self, action: Action, last: bool) -> AbstractContextManager[object]:
@@ -155,6 +163,7 @@ class Step:
         norm = optimizer.grad_norm()
         if math.isfinite(norm):
             optimizer.step(lr, grad_scale=1.0 if clip is None else clip_factor(norm, clip))
+            adapt_routers(self.session.model, self.loads)
         return norm
 
     def __call__(
@@ -168,7 +177,8 @@ class Step:
         """
         mesh = self.session.mesh
         shares = self.accumulate(batches, rng)
-        loss, *auxiliary, stops = shares.totals(mesh, float(stop))
+        imbalance = shares.loads.imbalance(mesh, self.session.config.model.layers_with("E"))
+        loss, *extra, stops = shares.totals(mesh, *imbalance.values(), float(stop))
         if not math.isfinite(loss):
             raise FloatingPointError(self._not_finite(loss, self.session.optimizer.grad_norm()))
         norm = self.update(lr)
@@ -180,7 +190,7 @@ class Step:
             grad_norm=norm,
             lr=lr,
             stop=stops > 0,
-            extra=dict(zip(shares.auxiliary, auxiliary, strict=True)),
+            extra=dict(zip((*shares.auxiliary, *imbalance), extra, strict=True)),
         )
 
     def _not_finite(self, loss: float, norm: float) -> str:

@@ -3,7 +3,7 @@
 from mcore_models.common.moe.balance import BALANCE_LOSS, Z_LOSS, auxiliary_names
 from mcore_models.common.moe.experts import Experts
 from mcore_models.common.moe.layer import MoE
-from mcore_models.common.moe.load import ExpertLoads, adapt_routers
+from mcore_models.common.moe.load import ExpertLoads, adapt_routers, expert_loads
 from mcore_models.common.moe.replay import RouterRecord, recorded, replayed
 from mcore_models.common.moe.router import Router, Routing
 from mcore_models.common.moe.tokens import RoutedTokens
@@ -20,6 +20,7 @@ __all__ = [
     "Routing",
     "adapt_routers",
     "auxiliary_names",
+    "expert_loads",
     "recorded",
     "replayed",
 ]
