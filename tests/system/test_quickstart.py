@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 BIN = Path(sys.executable).parent
+SHORTER = () if os.environ.get("NIGHTLY") else ("--steps", "400")
 LAYOUTS = {
     "tensor": ["--nproc", "2", "--tensor", "2"],
     "pipeline": ["--nproc", "2", "--pipeline", "2"],
@@ -36,21 +37,21 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The quickstart as it stands, with its output."""
+    """The quickstart as it stands (half its steps, but for the nightly run), with its output."""
     out = tmp_path_factory.mktemp("quickstart") / "full"
-    said = quickstart(out)
+    said = quickstart(out, *SHORTER)
     return out, said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_it_learns(full: tuple[Path, str]) -> None:
-    """Validation loss at least 25% below the unigram entropy; every promised file is there."""
+    """Validation loss far below the unigram entropy; every promised file is there."""
     out, said = full
     data = json.loads((out / "data.stage.json").read_text())["results"]
     losses = [row["validation_loss"] for row in rows(out) if "validation_loss" in row]
     assert len(losses) >= 5
-    assert min(losses[-3:]) <= 0.75 * data["unigram"]
+    assert min(losses[-3:]) <= (0.85 if SHORTER else 0.75) * data["unigram"]
     assert data["bigram"] < data["unigram"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
@@ -81,7 +82,7 @@ def test_the_resume_is_exact(full: tuple[Path, str]) -> None:
 def test_a_second_call_reuses_every_stage(full: tuple[Path, str]) -> None:
     out, first = full
     before = (out / "metrics.jsonl").read_bytes()
-    again = quickstart(out)
+    again = quickstart(out, *SHORTER)
     assert again.count("(done before)") == 5
     assert (out / "metrics.jsonl").read_bytes() == before
     assert again.splitlines()[-5:] == first.splitlines()[-5:]
