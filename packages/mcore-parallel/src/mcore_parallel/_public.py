@@ -30,6 +30,7 @@ from mcore_parallel.data import (
     NonFinite,
     ShardedOptimizer,
     clip_factor,
+    data_parallel,
     decay,
 )
 from mcore_parallel.faults import CollectiveError
@@ -121,6 +122,7 @@ __all__ = [
     "copy_to_group",
     "counter_normal",
     "counter_uniform",
+    "data_parallel",
     "decay",
     "dropout",
     "exchange",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from mcore_models import GPT, TokenBatch, build_model
 from mcore_parallel import (
@@ -17,6 +18,7 @@ from mcore_parallel import (
     RngKey,
     RngStreams,
     ShardedOptimizer,
+    data_parallel,
     decay,
 )
 from mcore_train.config import TrainConfig, WorldPlan
@@ -113,7 +115,9 @@ def build_session(
         key=RngKey(config.seed),
         recompute=config.recompute,
     )
-    buckets = GradientBuckets(dict(model.named_parameters()), model.specs(), mesh)
+    buckets = data_parallel(
+        model, model.specs(), mesh, units=_units(model), methods=("stage_forward",)
+    )
     optimizer = ShardedOptimizer(
         buckets,
         build_rule(config.optimizer),
@@ -131,3 +135,12 @@ def build_session(
         data=data,
         channel=Channel(mesh.pp, device=mesh.device),
     )
+
+
+def _units(model: GPT) -> list[nn.Module]:
+    """The modules whose parameters are gathered together where these are sharded."""
+    units = list(model.layers.values())
+    if model.config.tied_embeddings:  # used at both ends, and so for as long as the model runs
+        return units
+    ends = ("embedding", "lm_head")
+    return [*units, *(module for name, module in model.named_children() if name in ends)]

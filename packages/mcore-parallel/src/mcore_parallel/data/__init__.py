@@ -2,6 +2,7 @@
 
 from mcore_parallel.data.buckets import Bucket
 from mcore_parallel.data.ddp import GradientBuckets
+from mcore_parallel.data.levels import data_parallel
 from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.data.norm import NonFinite, clip_factor
 from mcore_parallel.data.optimizer import ShardedOptimizer
@@ -22,6 +23,7 @@ __all__ = [
     "Share",
     "Slot",
     "clip_factor",
+    "data_parallel",
     "decay",
     "flat",
     "main_grad",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -122,8 +122,12 @@ def make_buckets(
     specs: Mapping[str, ParamSpec],
     mesh: ParallelMesh,
     partition: Partition,
+    *,
+    order: Sequence[str],
 ) -> list[Bucket]:
     """Move parameters into buckets, in reverse order of registration, and return these.
+
+    order: the names of all parameters, in order of registration.
 
     A bucket takes parameters of one kind (dense or expert, dtype, sums to wait for or not) until it
     has `mesh.config.bucket_size` elements. The order of the list is that in which gradients are
@@ -133,7 +137,9 @@ def make_buckets(
     """
     kinds: dict[object, list[Slot]] = {}
     closed: list[list[Slot]] = []
-    for index, name in reversed(list(enumerate(params))):
+    for index, name in reversed(list(enumerate(order))):
+        if name not in params:
+            continue
         param, spec = params[name], specs[name]
         partial, tied = split_syncs(spec, mesh)
         slot = Slot(

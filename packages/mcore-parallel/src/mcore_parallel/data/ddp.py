@@ -70,8 +70,12 @@ class GradientBuckets:
         self.mesh = mesh
         self.specs = dict(specs)
         self._params = dict(params)
-        trained = {name: param for name, param in params.items() if param.requires_grad}
-        self.buckets = tuple(make_buckets(trained, specs, mesh, partition))
+        trained = {
+            name: param
+            for name, param in params.items()
+            if param.requires_grad and not self._is_cut(param)
+        }
+        self.buckets = tuple(make_buckets(trained, specs, mesh, partition, order=list(params)))
         self.finished = False
         self._sync = True
         self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
@@ -92,6 +96,11 @@ class GradientBuckets:
                 "sharding parameters changes the modules that use them: call "
                 "data_parallel(model, …) in place of GradientBuckets(parameters, …)"
             )
+
+    @staticmethod
+    def _is_cut(param: nn.Parameter) -> bool:
+        """Whether somebody else holds this parameter and its gradient."""
+        return False
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -134,7 +143,7 @@ class GradientBuckets:
             raise RuntimeError("gradients are summed already: call zero() first")
         deferred = [bucket for bucket in self.buckets if bucket.deferred]
         self._start_up_to(len(self.buckets) - len(deferred))
-        _sum_ranges(
+        sum_ranges(
             (sync.group, slot.spec, sync, bucket.gradients.whole()[slice(*slot.range_of(sync))])
             for bucket in deferred
             for slot in bucket.slots
@@ -151,7 +160,7 @@ class GradientBuckets:
     def _sum_owned(self) -> None:
         # After the reduction, since then both copies of a tied parameter add the same two numbers,
         # whatever order the reduction added in.
-        _sum_ranges(
+        sum_ranges(
             (sync.group, slot.spec, sync, grads_of(bucket, *slot.range_of(sync)))
             for bucket in self.buckets
             for slot in bucket.slots
@@ -189,6 +198,9 @@ class GradientBuckets:
         """Return those `parameters()` that are not trained."""
         fixed = {name for name, param in self._params.items() if not param.requires_grad}
         return {name: held for name, held in self.parameters().items() if name in fixed}
+
+    def written(self) -> None:
+        """Say that owned values were written: copies of parameters made from them are stale."""
 
     def require_finished(self, what: str) -> None:
         """Raise RuntimeError unless the gradients are summed."""
@@ -276,7 +288,7 @@ def check_specs(params: Mapping[str, nn.Parameter], specs: Mapping[str, ParamSpe
             )
 
 
-def _sum_ranges(ranges: Iterable[tuple[Group, ParamSpec, GradSync, Tensor]]) -> None:
+def sum_ranges(ranges: Iterable[tuple[Group, ParamSpec, GradSync, Tensor]]) -> None:
     """Replace each view by its sum over its group, with one collective for each group.
 
     Members of a group may hold different parameters besides those they share, in another order, so

@@ -84,6 +84,7 @@ class ShardedOptimizer:
             shard = self._shards[index]
             shard.update(lr, grad_scale, self.step_count)
             self._gather(index)
+        self.buckets.written()
         self._wait_for(set(self._gathers) - self._lazy)
 
     def gather_on_use(self, modules: Iterable[nn.Module]) -> None:
@@ -147,6 +148,7 @@ class ShardedOptimizer:
         for index in self._in_order_of_use():
             self._shards[index].publish()
             self._gather(index)
+        self.buckets.written()
         self.wait()
 
     def parameters_changed(self) -> None:

@@ -156,10 +156,9 @@ def _parameters(session: Session) -> dict[str, LayoutTensor]:
 def _diverged(session: Session) -> tuple[str, ...]:
     """Names of parameters whose copies differ: replicas, tied ones, and those of each dp rank."""
     session.optimizer.wait()
-    specs = session.model.specs()
     digests = {}
-    for name, parameter in session.model.named_parameters():
-        for fragment, view in specs[name].layout.views(parameter.detach()):
+    for held in session.buckets.parameters().values():
+        for fragment, view in held.views():
             data = view.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             place = (fragment.name, fragment.box.start, fragment.box.shape)
             digests[place] = hashlib.sha256(data).hexdigest()

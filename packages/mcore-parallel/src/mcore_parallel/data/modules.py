@@ -1,0 +1,203 @@
+"""Which parameters of a model `fully_shard` cuts, and over whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import Shard
+
+from mcore_parallel.data.share import sharding_groups
+from mcore_parallel.group import Group
+from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.spec import ParamSpec
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_Groups: TypeAlias = tuple[Group, Group]
+
+
+def shard_modules(
+    model: nn.Module,
+    specs: Mapping[str, ParamSpec],
+    mesh: ParallelMesh,
+    *,
+    units: Iterable[nn.Module],
+    methods: Sequence[str],
+) -> list[FSDPModule]:
+    """Cut the parameters of `model` in place and return the modules that gather them.
+
+    The parameters of each of `units` are gathered as one, those of no unit by `model` itself; those
+    of experts, where their ranks are others than for dense ones, by the largest modules that hold
+    nothing else. They are stored in fp32 (fp64) and gathered in their own dtype, and their
+    gradients are summed in fp32. A parameter stays whole that has no dimension, is dealt out over
+    one rank, has another dtype than most of its unit's, or is an expert's beside dense ones in one
+    module.
+
+    methods: of `model`, besides `forward`, that use parameters of no unit.
+
+    Raises:
+        ValueError: two units, or a unit and the rest of the model, share a parameter.
+    """
+    units = list(units)
+    _check_apart(model, units)
+    cutter = _Cutter(model, specs, mesh)
+    for unit in units:
+        cutter.cut(unit)
+    cutter.cut(model)
+    if cutter.cut_modules:
+        cutter.make_root(model)
+        for method in methods:
+            register_fsdp_forward_method(model, method)
+    return cutter.cut_modules
+
+
+class _Cutter:
+    """Cuts one module after another, inner ones first; each parameter once."""
+
+    def __init__(
+        self, model: nn.Module, specs: Mapping[str, ParamSpec], mesh: ParallelMesh
+    ) -> None:
+        self.mesh = mesh
+        self.cut_modules: list[FSDPModule] = []
+        self._left = {param: specs[name] for name, param in model.named_parameters()}
+        self._whole: set[nn.Parameter] = set()
+        self._meshes: dict[_Groups, DeviceMesh] = {}
+
+    def cut(self, unit: nn.Module) -> None:
+        """Cut what is left of a unit's parameters."""
+        mine = [param for param in unit.parameters() if param in self._left]
+        sizes = Counter[torch.dtype]()
+        for param in mine:
+            sizes[param.dtype] += param.numel()
+        for param in mine:
+            usual = param.dtype == max(sizes, key=lambda dtype: sizes[dtype])
+            if not param.dim() or not usual or self._groups(param)[0].size == 1:
+                self._keep_whole(param)
+        mine = [param for param in mine if param in self._left]
+        apart = {param for param in mine if self._is_apart(param)}
+        for module in self._largest(unit, apart):
+            self._shard(module, apart.intersection(module.parameters()))
+        for param in apart.intersection(self._left):
+            self._keep_whole(param)
+        rest = {param for param in mine if param in self._left}
+        if rest:
+            self._shard(unit, rest)
+
+    def make_root(self, model: nn.Module) -> None:
+        """Let `model` order what the units do, also when it has no parameters of its own."""
+        if not isinstance(model, FSDPModule):
+            self.cut_modules.append(self._fully_shard(model, next(iter(self._meshes.values()))))
+
+    def _groups(self, param: nn.Parameter) -> _Groups:
+        return sharding_groups(self._left[param], self.mesh)
+
+    def _is_apart(self, param: nn.Parameter) -> bool:
+        """Whether it is an expert's whose shares lie on other ranks than dense ones."""
+        dense = self.mesh.dp_shard, self.mesh.dp_copies
+        both = zip(self._groups(param), dense, strict=True)
+        return any(group.ranks != other.ranks for group, other in both)
+
+    def _keep_whole(self, param: nn.Parameter) -> None:
+        self._whole.add(param)
+        del self._left[param]
+
+    def _largest(self, module: nn.Module, wanted: set[nn.Parameter]) -> Iterator[nn.Module]:
+        """Yield the largest callable modules in `module` all of whose parameters are wanted."""
+        here = {param for param in module.parameters() if param in self._left}
+        if not here & wanted:
+            return
+        if here <= wanted and not isinstance(module, _CONTAINERS):
+            yield module
+            return
+        for child in module.children():
+            yield from self._largest(child, wanted)
+
+    def _shard(self, module: nn.Module, params: set[nn.Parameter]) -> None:
+        groups = self._groups(next(iter(params)))
+        if groups not in self._meshes:
+            self._meshes[groups] = device_mesh(*groups, self.mesh)
+        dims = {param: _dim_to_cut(param, self._left[param], groups[0].size) for param in params}
+        dtype = next(iter(params)).dtype
+        for param in params:
+            param.data = param.data.to(torch.promote_types(dtype, torch.float32))
+        cut = self._fully_shard(module, self._meshes[groups], dtype=dtype, dims=dims)
+        self.cut_modules.append(cut)
+        for param in params:
+            del self._left[param]
+
+    def _fully_shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype = torch.float32,
+        dims: Mapping[nn.Parameter, int] | None = None,
+    ) -> FSDPModule:
+        stored = torch.promote_types(dtype, torch.float32)
+        ignored = self._whole | ({*self._left} - {*(dims or {})})
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=None if dtype == stored else dtype,
+                reduce_dtype=stored,
+                cast_forward_inputs=False,
+            ),
+            shard_placement_fn=lambda param: Shard((dims or {}).get(param, 0)),
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        # Gradients are summed, never averaged, and by sums that every backend has.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        return module
+
+
+def device_mesh(shard: Group, copies: Group, mesh: ParallelMesh) -> DeviceMesh:
+    """Return torch's view of the ranks that hold a share each, times those that hold the same."""
+    kind = mesh.device.type
+    if copies.size == 1:
+        return DeviceMesh.from_group(shard.process_group, kind, mesh_dim_names=("shard",))
+    ranks = mesh.world.ranks
+    table = [
+        [ranks[ranks.index(a) + ranks.index(b) - mesh.rank] for b in shard.ranks]
+        for a in copies.ranks
+    ]
+    groups = [copies.process_group, shard.process_group]
+    return DeviceMesh.from_group(
+        groups, kind, torch.tensor(table), mesh_dim_names=("copies", "shard")
+    )
+
+
+def _dim_to_cut(param: nn.Parameter, spec: ParamSpec, size: int) -> int:
+    """The first dimension that ranks can share equally, else 0.
+
+    0 too where ranges of the flattened parameter are summed over other groups: a slice along
+    another dimension is no range of it.
+    """
+    even = (dim for dim, length in enumerate(param.shape) if length % size == 0)
+    return 0 if spec.grad_sync else next(even, 0)
+
+
+def _check_apart(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    homes: dict[nn.Parameter, tuple[str, int]] = {}
+    inside = {module: i for i, unit in enumerate(units) for module in unit.modules()}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            full, home = f"{path}.{name}", inside.get(module, -1)
+            other, at = homes.setdefault(param, (full, home))
+            if at != home:
+                raise ValueError(
+                    f"{other} and {full} are one parameter, and not of one unit: leave the modules "
+                    f"that share it out of the units"
+                )
