@@ -1,169 +1,244 @@
-"""All-gather attention: every rank gets all keys and values, and attends with its own queries.
+"""All-gather attention: every rank gets the keys and values that its queries see, and attends.
 
 t rows of this rank, T = n · t of all n, K kv heads, D and Dv head sizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_parallel.collectives import all_gather, reduce_scatter
+from mcore_parallel.collectives import all_gather, all_to_all, reduce_scatter
 from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, make_calls
-from mcore_parallel.context.local import (
-    Documents,
-    LastPlan,
-    chunks_of,
-    document_order,
-    local_documents,
-)
+from mcore_parallel.context.blockwise import BlockwiseAttention
+from mcore_parallel.context.local import Documents, chunks_of, document_order, holders
 from mcore_parallel.group import Group
-from mcore_parallel.protocols import AttentionGradOp, TorchAttention
+from mcore_parallel.protocols import AttentionGradOp
 
 __all__ = ["AllGatherAttention"]
 
 
-class AllGatherAttention:
+class AllGatherAttention(BlockwiseAttention["_Plan"]):
     """`AttentionOp` over the zigzag shares of `SequenceSplit`, by gathering keys and values.
 
-    q, k, v are this rank's rows, the bounds those of its documents (`local_bounds`), the same on
-    all ranks. Receives (n - 1) · t · K · (D + Dv) elements forward, before the computation; the
-    backward gathers them again and reduce-scatters their gradients in the accumulation dtype.
-    Holds T · K · (D + Dv) elements while it computes, and nothing of it afterwards.
+    Receives (n - 1) · t · K · (D + Dv) elements forward, before the computation; the backward
+    gathers them again and sums their gradients at home in the accumulation dtype. Holds
+    T · K · (D + Dv) elements while it computes, and nothing of it afterwards. Where a window shows
+    a rank no more than half of all rows (on average over the ranks), only those are sent and held.
 
-    group: who shares the sequence. op: the attention that is called; default plain torch.
+    The arguments are those of `BlockwiseAttention`.
     """
 
-    def __init__(self, group: Group, op: AttentionGradOp | None = None) -> None:
-        self.group = group
-        self.op: AttentionGradOp = TorchAttention() if op is None else op
-        self._plans: LastPlan[_Plan] = LastPlan()
+    @property
+    def size(self) -> int:
+        """The number of ranks that share the rows."""
+        return self.group.size
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        uniform: tuple[int, int] | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
+    def plan(
+        self, documents: Documents, masking: Masking, rows: int, device: torch.device
+    ) -> _Plan:
+        """See `BlockwiseAttention`."""
+        group = self.group
+        views = [_views(documents, masking, rank, group.size) for rank in range(group.size)]
+        total = sum(len(view.keys) for each in views for view in each)
+        keys: _Keys
+        if 2 * total <= rows * group.size**2:
+            keys = _Seen.of(views, rows, group, device)
+            blocks = _meetings(views[group.rank])
+            num_keys = sum(len(view.keys) for view in views[group.rank])
+        else:
+            order = document_order(documents, rows, group.size).to(device)
+            keys = _All(group=group, order=order, inverse=order.argsort())
+            blocks = _all_meetings(views[group.rank], masking, group.size)
+            num_keys = rows * group.size
+        calls = make_calls(blocks, masking, num_q=rows, num_k=num_keys, device=device)
+        return _Plan(calls=calls, keys=keys)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionOp`. All ranks of the group call it together, backward included."""
-        if self.group.size == 1:
-            return self.op(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                uniform=uniform,
-                causal=causal,
-                window=window,
-                scale=scale,
-            )
-        masking, bounds = Masking(causal, window), (cu_seqlens_q, cu_seqlens_k)
-        rows = q.shape[0], k.shape[0]
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-
-        def make() -> _Plan:
-            masking.check()
-            documents = local_documents(bounds, uniform, rows)
-            order = document_order(documents, rows[0], self.group.size)
-            return _Plan(
-                calls=_calls(documents, masking, rows[0], self.group, q.device),
-                op=self.op,
-                scale=factor,
-                group=self.group,
-                order=order.to(q.device),
-                inverse=order.argsort().to(q.device),
-            )
-
-        plan = self._plans.get(bounds, uniform, (masking, rows, factor, q.device), make)
-        result: tuple[Tensor, Tensor] = _Gathered.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
+        """See `BlockwiseAttention`."""
+        result: tuple[Tensor, Tensor] = _Gathered.apply(q, k, v, (plan, self.op, scale))  # type: ignore[no-untyped-call]
         return result
+
+
+class _View(NamedTuple):
+    """What one chunk of queries sees: positions of keys of its document, without a gap."""
+
+    document: range
+    queries: Chunk
+    keys: range
+
+
+def _views(documents: Documents, masking: Masking, rank: int, size: int) -> list[_View]:
+    """What the queries of `rank` see, chunk by chunk."""
+    causal, window = masking
+    found = []
+    for document in documents:
+        length = len(document) * size
+        for queries in chunks_of(document, rank, size):
+            start, stop = queries.positions.start, queries.positions.stop
+            first = 0 if window is None else max(0, start - window + 1)
+            beyond = length if window is None else min(length, stop + window - 1)
+            found.append(_View(document, queries, range(first, stop if causal else beyond)))
+    return found
+
+
+class _Keys(Protocol):
+    """The rows of keys and values that this rank attends to, flat: [rows, K · (D + Dv)]."""
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Return these rows, given my own [t, …]."""
+        ...
+
+    def home(self, grads: Tensor) -> Tensor:
+        """Return the sums of my own rows' gradients [t, …], given mine of these rows."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Plan:
-    """The calls over all keys in document order, and how to bring them there and back."""
+    """The calls over the keys that are gathered, and how to bring them here and back."""
 
     calls: tuple[Call, ...]
-    op: AttentionGradOp
-    scale: float
+    keys: _Keys
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _All:
+    """All rows of all ranks, in the order of the documents."""
+
     group: Group
     order: Tensor
     inverse: Tensor
 
+    def gather(self, mine: Tensor) -> Tensor:
+        return all_gather(mine, self.group).index_select(0, self.order)
 
-def _calls(
-    documents: Documents, masking: Masking, rows: int, group: Group, device: torch.device
-) -> tuple[Call, ...]:
-    blocks: Blocks = [
-        meeting for document in documents for meeting in _meetings(document, group, masking)
-    ]
-    return make_calls(blocks, masking, num_q=rows, num_k=rows * group.size, device=device)
+    def home(self, grads: Tensor) -> Tensor:
+        return reduce_scatter(grads.index_select(0, self.inverse), self.group)
 
 
-def _meetings(document: range, group: Group, masking: Masking) -> Blocks:
-    """What each of my chunks of a document sees: the keys up to its end, and those after it."""
-    size, start = group.size, document.start * group.size
-    if not masking.causal and masking.window is None:
-        everything = range(len(document) * size)
-        mine = Chunk(range(everything.stop - len(document), everything.stop), document.start)
-        return [([mine], [Chunk(everything, start)])]
+def _all_meetings(views: Sequence[_View], masking: Masking, size: int) -> Blocks:
+    """The keys up to the end of each chunk of queries, and those after it."""
     found = []
-    for mine in chunks_of(document, group.rank, size):
-        end = mine.positions.stop
-        before = Chunk(range(end), start)
-        after = Chunk(range(end, len(document) * size), start + end)
-        found.append(([mine], [before, after]))
+    if not masking.causal and masking.window is None:  # the chunks of a document see the same
+        for view in views[::2]:
+            length = len(view.document)
+            mine = Chunk(range(length * (size - 1), length * size), view.document.start)
+            found.append(([mine], [Chunk(range(length * size), view.document.start * size)]))
+        return found
+    for view in views:
+        start, end = view.document.start * size, view.queries.positions.stop
+        after = Chunk(range(end, len(view.document) * size), start + end)
+        found.append(([view.queries], [Chunk(range(end), start), after]))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Seen:
+    """The rows that this rank's queries see, one view after another.
+
+    sent: my rows that go to the ranks, one rank after another, `give[r]` of them to rank r.
+    order: where each of these rows is among those that come, `take[r]` of them from rank r;
+    inverse: the way back. rows: t.
+    """
+
+    group: Group
+    sent: Tensor
+    give: list[int]
+    take: list[int]
+    order: Tensor
+    inverse: Tensor
+    rows: int
+
+    @staticmethod
+    def of(
+        views: Sequence[Sequence[_View]], rows: int, group: Group, device: torch.device
+    ) -> _Seen:
+        held = [_held(each, group.size) for each in views]
+        sent = [rows_there[holder == group.rank] for holder, rows_there in held]
+        mine, _ = held[group.rank]
+        inverse = mine.argsort(stable=True)
+        return _Seen(
+            group=group,
+            sent=torch.cat(sent).to(device),
+            give=[len(part) for part in sent],
+            take=mine.bincount(minlength=group.size).tolist(),
+            order=inverse.argsort().to(device),
+            inverse=inverse.to(device),
+            rows=rows,
+        )
+
+    def gather(self, mine: Tensor) -> Tensor:
+        rows = all_to_all(mine.index_select(0, self.sent), self.group, self.take, self.give)
+        return rows.index_select(0, self.order)
+
+    def home(self, grads: Tensor) -> Tensor:
+        rows = grads.index_select(0, self.inverse)
+        rows = all_to_all(rows, self.group, self.give, self.take)
+        return grads.new_zeros(self.rows, grads.shape[1]).index_add_(0, self.sent, rows)
+
+
+def _held(views: Sequence[_View], size: int) -> tuple[Tensor, Tensor]:
+    """Which rank holds each key of the views, and in which of its rows."""
+    pairs = [holders(view.document, view.keys, size) for view in views if view.keys]
+    ranks, rows = zip(*pairs, strict=True) if pairs else ((), ())
+    none = torch.empty(0, dtype=torch.int64)
+    return torch.cat((none, *ranks)), torch.cat((none, *rows))
+
+
+def _meetings(views: Sequence[_View]) -> Blocks:
+    """The same of rows that stand one view after another."""
+    found, row = [], 0
+    for view in views:
+        keys, end = Chunk(view.keys, row), view.queries.positions.stop
+        parts = range(view.keys.start, end), range(end, view.keys.stop)
+        found.append(
+            ([view.queries], [Chunk(part, keys.rows(part).start) for part in parts if part])
+        )
+        row += len(view.keys)
     return found
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[_Plan, AttentionGradOp, float]
+    ) -> tuple[Tensor, Tensor]:
+        plan, op, scale = how
         merge = Merge(q, v)
-        everything = _gather(k, v, plan)
+        keys = _gather(k, v, plan.keys)
         for call in plan.calls:
-            merge.add(call.q_rows, *call.forward(plan.op, q, *everything, plan.scale))
+            merge.add(call.q_rows, *call.forward(op, q, *keys, scale))
         out = merge.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merge.lse)
-        ctx.plan = plan
+        ctx.how = how
         ctx.mark_non_differentiable(merge.lse)
         return out, merge.lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        everything = _gather(k, v, plan)
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, *everything))
+        plan, op, scale = ctx.how
+        keys = _gather(k, v, plan.keys)
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, *keys))
         of_out = grads[0].contiguous(), out, lse
         for call in plan.calls:
-            call.backward(plan.op, (q, *everything), of_out, (dq, dk, dv), plan.scale)
-        both = torch.cat([dk.flatten(1), dv.flatten(1)], 1).index_select(0, plan.inverse)
-        both = reduce_scatter(both, plan.group)
-        width = dk.flatten(1).shape[1]
+            call.backward(op, (q, *keys), of_out, (dq, dk, dv), scale)
+        both = plan.keys.home(torch.cat([dk.flatten(1), dv.flatten(1)], 1))
+        width = k.flatten(1).shape[1]
         dk, dv = both[:, :width].reshape(k.shape), both[:, width:].reshape(v.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def _gather(k: Tensor, v: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks in the order of the documents, [T, K, …] each."""
-    both = all_gather(torch.cat([k.flatten(1), v.flatten(1)], 1), plan.group)
-    both = both.index_select(0, plan.order)
+def _gather(k: Tensor, v: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:
+    """Keys and values that this rank attends to, [rows, K, …] each."""
+    both = keys.gather(torch.cat([k.flatten(1), v.flatten(1)], 1))
     width = k.flatten(1).shape[1]
     return (
         both[:, :width].reshape(-1, *k.shape[1:]),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_parallel.context.blocks import Chunk
 
-__all__ = ["Documents", "LastPlan", "chunks_of", "document_order", "local_documents"]
+__all__ = ["Documents", "LastPlan", "chunks_of", "document_order", "holders", "local_documents"]
 
 P = TypeVar("P")
 
@@ -64,6 +64,18 @@ def chunks_of(document: range, rank: int, size: int) -> tuple[Chunk, Chunk]:
         Chunk(range(early, early + length), document.start),
         Chunk(range(late, late + length), document.start + length),
     )
+
+
+def holders(document: range, positions: range, size: int) -> tuple[Tensor, Tensor]:
+    """Return which of `size` ranks holds each position of a document, and in which of its rows.
+
+    document: its rows on any of the ranks. Both int64 [positions].
+    """
+    length, place = len(document) // 2, torch.arange(positions.start, positions.stop)
+    chunk = place // length
+    late = chunk >= size
+    rank = torch.where(late, 2 * size - 1 - chunk, chunk)
+    return rank, document.start + place % length + late * length
 
 
 def document_order(documents: Documents, num_rows: int, size: int) -> Tensor:

@@ -4,6 +4,9 @@ Liu et al., "Ring Attention with Blockwise Transformers", 2023. Partial outputs 
 log-sum-exp. In the backward keys and values travel again, and their gradients with them, one block
 behind, until they are home.
 
+Through a window a rank sees the blocks of its nearest neighbours only. Those come straight from
+there, and their gradients go straight back.
+
 t rows of this rank, Q query heads, K kv heads, D and Dv head sizes.
 """
 
@@ -20,23 +23,25 @@ from torch import Tensor
 from mcore_parallel import _torch
 from mcore_parallel.collectives import Work
 from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, make_calls
-from mcore_parallel.context.local import Documents, LastPlan, chunks_of, local_documents
+from mcore_parallel.context.blockwise import BlockwiseAttention
+from mcore_parallel.context.local import Documents, chunks_of
 from mcore_parallel.group import Group
-from mcore_parallel.protocols import AttentionGradOp, TorchAttention
+from mcore_parallel.protocols import AttentionGradOp
 
 __all__ = ["RingAttention"]
 
 
-class RingAttention:
+class RingAttention(BlockwiseAttention["_Plan"]):
     """`AttentionOp` over the zigzag shares of `SequenceSplit`, by a ring of sends.
 
-    q, k, v are this rank's rows, the bounds those of its documents (`local_bounds`), the same on
-    all ranks. The next block of keys and values is under way while one is computed. Sends
+    The next block of keys and values is under way while one is computed. Sends
     (m - 1) · t · K · (D + Dv) elements forward, with m ranks; backward as much again, and
-    m · t · K · (D + Dv) of gradients in the accumulation dtype.
+    m · t · K · (D + Dv) of gradients in the accumulation dtype. With a window that reaches less
+    than half way round, blocks out of reach are neither sent nor computed: with a reach of h ranks
+    it is 2 · h instead of m - 1 and m.
 
-    group: who shares the sequence. op: the attention of one block; default plain torch. stride: the
-    ring goes over every stride-th member, those with my remainder, for `two-level`.
+    group, op: those of `BlockwiseAttention`. stride: the ring goes over every stride-th member,
+    those with my remainder, for `two-level`.
     """
 
     def __init__(self, group: Group, op: AttentionGradOp | None = None, *, stride: int = 1) -> None:
@@ -44,74 +49,62 @@ class RingAttention:
             raise ValueError(
                 f"ring attention: {group.size} ranks have no rings over every {stride}th of them"
             )
-        self.group = group
-        self.op: AttentionGradOp = TorchAttention() if op is None else op
+        super().__init__(group, op)
         self.members: tuple[int, ...] = tuple(range(group.rank % stride, group.size, stride))
-        self._plans: LastPlan[_Plan] = LastPlan()
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        uniform: tuple[int, int] | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `AttentionOp`. All ranks of the ring call it together, backward included."""
-        if len(self.members) == 1:
-            return self.op(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                uniform=uniform,
-                causal=causal,
-                window=window,
-                scale=scale,
-            )
-        masking, bounds = Masking(causal, window), (cu_seqlens_q, cu_seqlens_k)
-        rows = q.shape[0], k.shape[0]
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
+    @property
+    def size(self) -> int:
+        """The number of ranks of the ring."""
+        return len(self.members)
 
-        def make() -> _Plan:
-            masking.check()
-            documents = local_documents(bounds, uniform, rows)
-            size, mine = len(self.members), self.members.index(self.group.rank)
-            return _Plan(
-                calls=self._calls(documents, masking, rows[0], q.device),
-                op=self.op,
-                scale=factor,
-                group=self.group,
-                after=self.members[(mine + 1) % size],
-                before=self.members[(mine - 1) % size],
-            )
-
-        plan = self._plans.get(bounds, uniform, (masking, rows, factor, q.device), make)
-        result: tuple[Tensor, Tensor] = _Ring.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-        return result
-
-    def _calls(
+    def plan(
         self, documents: Documents, masking: Masking, rows: int, device: torch.device
-    ) -> list[tuple[Call, ...]]:
-        size, mine = len(self.members), self.members.index(self.group.rank)
-        calls = []
-        for step in range(size):
-            theirs = (mine - step) % size
+    ) -> _Plan:
+        """See `BlockwiseAttention`."""
+        size, mine = self.size, self.members.index(self.group.rank)
+
+        def calls(theirs: int) -> tuple[Call, ...]:
             blocks: Blocks = [
                 _meeting(document, mine, theirs, size, masking) for document in documents
             ]
-            calls.append(make_calls(blocks, masking, num_q=rows, num_k=rows, device=device))
-        return calls
+            return make_calls(blocks, masking, num_q=rows, num_k=rows, device=device)
+
+        def member(place: int) -> int | None:
+            return self.members[place] if 0 <= place < size else None
+
+        reach = _reach(documents, masking, size)
+        if 2 * reach >= size - 1:
+            after, before = self.members[(mine + 1) % size], self.members[mine - 1]
+            steps = [
+                _Step(calls=calls((mine - step) % size), give=after, take=before)
+                for step in range(size)
+            ]
+            return _Plan(steps=steps, group=self.group, passed_on=True)
+        steps = [_Step(calls=calls(mine), give=None, take=None)]
+        for distance in range(1, reach + 1):
+            for away in (distance, -distance):
+                give, take = member(mine + away), member(mine - away)
+                seen = () if take is None else calls(mine - away)
+                steps.append(_Step(calls=seen, give=give, take=take))
+        return _Plan(steps=steps, group=self.group, passed_on=False)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockwiseAttention`."""
+        result: tuple[Tensor, Tensor] = _Ring.apply(q, k, v, (plan, self.op, scale))  # type: ignore[no-untyped-call]
+        return result
+
+
+def _reach(documents: Documents, masking: Masking, size: int) -> int:
+    """How many ranks away the farthest key is that a query sees.
+
+    Neighbouring chunks of a document lie on the same or on neighbouring ranks.
+    """
+    if masking.window is None:
+        return size
+    chunks = [len(document) // 2 for document in documents if document]
+    return min(size, -(-(masking.window - 1) // min(chunks))) if chunks else 0
 
 
 def _meeting(
@@ -135,24 +128,37 @@ def _meeting(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """The calls for one block of keys, which comes from member `take` of the group.
+
+    give: the member that gets one from me meanwhile. None: nobody.
+    """
+
+    calls: tuple[Call, ...]
+    give: int | None
+    take: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Plan:
-    """The calls for the keys of each step (step s: those of the rank s places before me)."""
+    """The blocks in the order in which they are computed, mine first.
 
-    calls: list[tuple[Call, ...]]
-    op: AttentionGradOp
-    scale: float
+    passed_on: all come round the ring. Otherwise each comes from the rank that holds it.
+    """
+
+    steps: Sequence[_Step]
     group: Group
-    after: int
-    before: int
+    passed_on: bool
 
-    def shift(self, x: Tensor, out: Tensor) -> Sequence[Work]:
-        """Start sending `x` to the rank after me and receiving into `out` from the one before."""
+    def swap(self, x: Tensor, out: Tensor, give: int | None, take: int | None) -> Sequence[Work]:
+        """Start sending `x` to member `give` and receiving into `out` from member `take`."""
         pg, ranks = self.group.process_group, self.group.ranks
-        operations = [
-            dist.P2POp(dist.isend, _torch.bits(x), ranks[self.after], pg),
-            dist.P2POp(dist.irecv, _torch.bits(out), ranks[self.before], pg),
-        ]
-        works: Sequence[Work] = dist.batch_isend_irecv(operations)
+        operations = []
+        if give is not None:
+            operations.append(dist.P2POp(dist.isend, _torch.bits(x), ranks[give], pg))
+        if take is not None:
+            operations.append(dist.P2POp(dist.irecv, _torch.bits(out), ranks[take], pg))
+        works: Sequence[Work] = dist.batch_isend_irecv(operations) if operations else ()
         return works
 
 
@@ -161,73 +167,138 @@ def _wait(works: Sequence[Work]) -> None:
         work.wait()
 
 
-class _Travelling:
-    """A flat buffer with one block of keys and values, and the one that replaces it."""
+class _Blocks:
+    """Flat keys and values: the block that is computed, and the one that comes meanwhile."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: _Plan) -> None:
         self._shapes = k.shape, v.shape
-        self._here = torch.cat([k.reshape(-1), v.reshape(-1)])
-        self._next = torch.empty_like(self._here)
+        self._mine = torch.cat([k.reshape(-1), v.reshape(-1)])
+        self._here, self._next = self._mine, torch.empty_like(self._mine)
         self._plan = plan
-        self._works: Sequence[Work] = []
+        self._works: Sequence[Work] = ()
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Views of the block that is here, as keys and as values."""
-        of_k, of_v = self._shapes
-        return self._here[: of_k.numel()].view(of_k), self._here[of_k.numel() :].view(of_v)
+        return _split(self._here, self._shapes)
 
-    def depart(self) -> None:
-        """Start passing the block on; it may be read until `arrive`."""
-        self._works = self._plan.shift(self._here, self._next)
+    def depart(self, step: int) -> None:
+        """Start bringing the block of `step`; the one before may be read until `arrive`."""
+        sent = self._here if self._plan.passed_on else self._mine
+        coming = self._plan.steps[step]
+        self._works = self._plan.swap(sent, self._next, coming.give, coming.take)
 
     def arrive(self) -> None:
-        """Wait for the block that comes in its place."""
+        """Wait for the block that comes."""
         _wait(self._works)
-        self._here, self._next = self._next, self._here
+        free = self._here
+        if free is self._mine and not self._plan.passed_on:
+            free = torch.empty_like(self._mine)  # mine goes to others, too
+        self._here, self._next = self._next, free
+
+
+class _PassedOn:
+    """Gradients that follow their block round the ring, each rank adding its share."""
+
+    def __init__(self, blank: Tensor, plan: _Plan) -> None:
+        self._sum, self._next = torch.zeros_like(blank), torch.empty_like(blank)
+        self._plan = plan
+        self._works: Sequence[Work] = ()
+
+    def add(self, step: int, share: Tensor) -> None:
+        """Add my share for the block of `step` to those that have come, and start passing it on."""
+        if step:
+            self._arrive()
+        self._sum.add_(share)
+        last = self._plan.steps[step]
+        self._works = self._plan.swap(self._sum, self._next, last.give, last.take)
+
+    def home(self) -> Tensor:
+        """Wait for the sum that has come all the way round: that of my block."""
+        self._arrive()
+        return self._sum
+
+    def _arrive(self) -> None:
+        _wait(self._works)
+        self._sum, self._next = self._next, self._sum
+
+
+class _SentBack:
+    """Gradients of a block that go straight back to the rank that holds it."""
+
+    def __init__(self, blank: Tensor, plan: _Plan) -> None:
+        self._sum, self._next = torch.zeros_like(blank), torch.empty_like(blank)
+        self._plan = plan
+        self._works: Sequence[Work] = ()
+        self._sent = blank  # alive until it has gone
+        self._takes = False
+
+    def add(self, step: int, share: Tensor) -> None:
+        """Start sending back my share for the block of `step`, and taking one for mine."""
+        if step == 0:
+            self._sum.add_(share)
+            return
+        self._arrive()
+        came = self._plan.steps[step]
+        self._sent, self._takes = share, came.give is not None
+        self._works = self._plan.swap(share, self._next, came.take, came.give)
+
+    def home(self) -> Tensor:
+        """Wait for the last share of my block, and return the sum of all."""
+        self._arrive()
+        return self._sum
+
+    def _arrive(self) -> None:
+        _wait(self._works)
+        if self._takes:
+            self._sum.add_(self._next)
+
+
+def _split(flat: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor, Tensor]:
+    of_k, of_v = shapes
+    return flat[: of_k.numel()].view(of_k), flat[of_k.numel() :].view(of_v)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-        merge, block = Merge(q, v), _Travelling(k, v, plan)
-        last = len(plan.calls) - 1
-        for step, calls in enumerate(plan.calls):
-            if step < last:
-                block.depart()
-            for call in calls:
-                merge.add(call.q_rows, *call.forward(plan.op, q, *block.parts(), plan.scale))
-            if step < last:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[_Plan, AttentionGradOp, float]
+    ) -> tuple[Tensor, Tensor]:
+        plan, op, scale = how
+        merge, block = Merge(q, v), _Blocks(k, v, plan)
+        last = len(plan.steps) - 1
+        for number, step in enumerate(plan.steps):
+            if number < last:
+                block.depart(number + 1)
+            for call in step.calls:
+                merge.add(call.q_rows, *call.forward(op, q, *block.parts(), scale))
+            if number < last:
                 block.arrive()
         out = merge.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merge.lse)
-        ctx.plan = plan
+        ctx.how = how
         ctx.mark_non_differentiable(merge.lse)
         return out, merge.lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan, op, scale = ctx.how
         of_out = grads[0].contiguous(), out, lse
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        block = _Travelling(k, v, plan)
-        zeros = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        sums = _Travelling(*zeros, plan)
-        last = len(plan.calls) - 1
-        for step, calls in enumerate(plan.calls):
-            if step < last:
-                block.depart()
-            # The gradients of this block arrive while it is computed, and then take mine along.
-            dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-            for call in calls:
-                call.backward(plan.op, (q, *block.parts()), of_out, (dq, dk, dv), plan.scale)
-            if step:
-                sums.arrive()
-            for total, share in zip(sums.parts(), (dk, dv), strict=True):
-                total.add_(share)
-            sums.depart()
-            if step < last:
+        block, shapes = _Blocks(k, v, plan), (k.shape, v.shape)
+        blank = lse.new_empty(k.numel() + v.numel())
+        sums = _PassedOn(blank, plan) if plan.passed_on else _SentBack(blank, plan)
+        last = len(plan.steps) - 1
+        for number, step in enumerate(plan.steps):
+            if number < last:
+                block.depart(number + 1)
+            # Gradients travel while this block is computed.
+            share = torch.zeros_like(blank)
+            into = (dq, *_split(share, shapes))
+            for call in step.calls:
+                call.backward(op, (q, *block.parts()), of_out, into, scale)
+            sums.add(number, share)
+            if number < last:
                 block.arrive()
-        sums.arrive()
-        dk, dv = sums.parts()
+        dk, dv = _split(sums.home(), shapes)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
