@@ -7,6 +7,7 @@ from mcore_parallel.cost.estimate import Estimate, Planner, check_fit, estimate
 from mcore_parallel.cost.machine import MACHINES, Link, Machine, Rate, machine
 from mcore_parallel.cost.memory import Memory
 from mcore_parallel.cost.published import Point, points
+from mcore_parallel.cost.rank import Ranking, layouts, rank
 from mcore_parallel.cost.shape import (
     AttentionShape,
     Counts,
@@ -37,13 +38,16 @@ __all__ = [
     "Planner",
     "Point",
     "Precision",
+    "Ranking",
     "Rate",
     "Runtime",
     "Workload",
     "check_fit",
     "count_layer",
     "estimate",
+    "layouts",
     "machine",
     "points",
+    "rank",
     "shape",
 ]

@@ -38,14 +38,17 @@ def data_parallel_time(
     if config.chunks > 1:
         together = min(count, config.microbatch_group or config.pp)
     hiding = (buckets - 1) / buckets if config.overlap else 0.0
-    backward = passes.backward.plus(passes.weight).total * together * hiding
-    forward = passes.forward.total * together * hiding
-    times = count if config.sharding in ("gradients", "parameters") else 1
-    exposed = times * _exposed(reduce, backward, buckets, config.overlap)
+    backward = passes.backward.plus(passes.weight).computing * together * hiding
+    forward = passes.forward.computing * together * hiding
     if config.sharding == "parameters":
-        once = _exposed(gather, forward, buckets, config.overlap)
-        return exposed + times * (once + _exposed(gather, backward, buckets, config.overlap))
-    return exposed + _exposed(gather, forward, buckets, config.overlap)
+        return count * (
+            _exposed(gather, forward, buckets, config.overlap)
+            + _exposed(reduce + gather, backward, buckets, config.overlap)
+        )
+    times = count if config.sharding == "gradients" else 1
+    return times * _exposed(reduce, backward, buckets, config.overlap) + _exposed(
+        gather, forward, buckets, config.overlap
+    )
 
 
 def _exposed(comm: float, window: float, buckets: float, overlap: bool) -> float:

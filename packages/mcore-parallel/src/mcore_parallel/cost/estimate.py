@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mcore_parallel.config import ParallelConfig, check_sequence
 from mcore_parallel.context.kinds import ContextKind
@@ -93,6 +94,22 @@ def estimate(
     return Planner(shape, machine, world).estimate(config, work)
 
 
+class Draft(NamedTuple):
+    """A layout that can be, before it is timed."""
+
+    config: ParallelConfig
+    work: Workload
+    micro_batches: int
+    here: Place
+    stages: Stages
+    memory: tuple[Memory, ...]
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(stage.total for stage in self.memory)
+
+
 @dataclass
 class Planner:
     """Estimates of many layouts of one model on one machine, which share what they can."""
@@ -112,6 +129,10 @@ class Planner:
             ValueError: a layout that does not fit the world, the model or the batch, or a number
                 format that the machine does not have.
         """
+        return self.timed(self.draft(config, work), simulated=simulated)
+
+    def draft(self, config: ParallelConfig, work: Workload) -> Draft:
+        """Return the stages of a layout and their memory; the cheaper half of an estimate."""
         self.machine.rate(work.precision.format)
         config = config.resolve(self.world)
         check_sequence(config, work.seq_length)
@@ -125,9 +146,15 @@ class Planner:
             lambda layer, kind: self._layer(layer, here, work, kind),
             self._both_ends(here, work),
         )
+        memory = stages.memory(count, self.machine, work.precision)
+        return Draft(config, work, count, here, stages, memory)
+
+    def timed(self, draft: Draft, *, simulated: bool = True) -> Estimate:
+        """Return the estimate of a draft."""
+        config, work, count, here, stages, memory = draft
         timing = pipeline_time(
             config,
-            [stages.passes(chunk) for chunk in stages.chunks],
+            [stages.passes(chunk).halves for chunk in stages.chunks],
             count,
             self._message(config, here, work),
             simulated=simulated,
@@ -143,10 +170,7 @@ class Planner:
             work=work,
             world=self.world,
             seconds=seconds,
-            memory=tuple(
-                stages.memory(stage, count, self.machine, work.precision)
-                for stage in range(config.pp)
-            ),
+            memory=memory,
             flops_per_token=self.shape.flops_per_token(work.seq_length),
         )
 

@@ -39,6 +39,11 @@ class Times(NamedTuple):
         """All of them: they run one after another."""
         return sum(self)
 
+    @property
+    def computing(self) -> float:
+        """Those in which no message is waited for."""
+        return self.products + self.attention + self.streaming
+
     def plus(self, other: Times, factor: float = 1.0) -> Times:
         """Return the sum with `factor` times `other`."""
         return Times(*(a + factor * b for a, b in zip(self, other, strict=True)))
@@ -54,6 +59,11 @@ class Passes(NamedTuple):
     def plus(self, other: Passes, factor: float = 1.0) -> Passes:
         """Return the sum with `factor` times `other`."""
         return Passes(*(a.plus(b, factor) for a, b in zip(self, other, strict=True)))
+
+    @property
+    def halves(self) -> tuple[float, float, float]:
+        """Seconds of each."""
+        return self.forward.total, self.backward.total, self.weight.total
 
     @property
     def total(self) -> Times:

@@ -74,17 +74,12 @@ def shards(config: ParallelConfig) -> tuple[int, int]:
 
 
 def states(
-    held: Held, config: ParallelConfig, precision: Precision, level: str
+    held: Held, ranks: tuple[int, int], precision: Precision, level: str
 ) -> tuple[float, float, float]:
-    """Return the bytes of parameters, gradients and optimizer at a sharding level."""
-    cut = _over(held, shards(config))
-    whole = held.total
+    """Return the bytes of parameters, gradients and optimizer at a sharding level over `ranks`."""
+    cut, whole = held.dense / ranks[0] + held.routed / ranks[1], held.total
     return (
         precision.parameter * (cut if level == "parameters" else whole),
         precision.gradient * (cut if level in ("parameters", "gradients") else whole),
         precision.optimizer * (whole if level == "none" else cut),
     )
-
-
-def _over(held: Held, ranks: tuple[int, int]) -> float:
-    return held.dense / ranks[0] + held.routed / ranks[1]

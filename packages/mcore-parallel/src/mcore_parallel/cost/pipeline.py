@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.layer import Passes
 from mcore_parallel.pipeline.actions import Action, Schedule
 from mcore_parallel.pipeline.schedules import make_schedule
 from mcore_parallel.pipeline.simulation import simulate
+
+Halves: TypeAlias = tuple[float, float, float]
+"""Seconds of a forward, a backward and a weight gradient."""
 
 _SPLIT = ("zb-h1", "zb-v")  # schedules whose weight gradients are actions of their own
 
@@ -37,7 +40,7 @@ class PipelineTime:
 
 def pipeline_time(
     config: ParallelConfig,
-    chunks: Sequence[Passes],
+    chunks: Sequence[Halves],
     micro_batches: int,
     transfer: float,
     *,
@@ -45,22 +48,37 @@ def pipeline_time(
 ) -> PipelineTime:
     """Return the time of a schedule.
 
-    chunks: what each virtual stage takes for one micro-batch, in the order of `config.line`.
+    chunks: seconds of each virtual stage's forward, backward and weight gradient for one
+    micro-batch, in the order of `config.line`.
     transfer: seconds of a message. simulated: run the schedule against the clock; otherwise use the
     formulas of its documentation, with the longest stage in place of all, which costs next to
     nothing and errs by a few percent of the bubble.
     """
-    line = config.line
-    totals = [
-        sum(chunks[line.position(s, c)].total.total for c in range(line.num_chunks))
-        for s in range(line.num_stages)
-    ]
-    busiest = max(range(line.num_stages), key=totals.__getitem__)
-    busy = micro_batches * totals[busiest]
-    run = _simulated if simulated and config.pp > 1 else _by_formula
-    seconds = run(config, chunks, micro_batches, transfer)
-    alone = seconds if not transfer else run(config, chunks, micro_batches, 0.0)
-    return PipelineTime(seconds=seconds, transfers=seconds - alone, busiest=busiest, busy=busy)
+    stages = _by_stage(config, chunks)
+    totals = [sum(stage) for stage in stages]
+    busiest = max(range(config.pp), key=totals.__getitem__)
+    if config.pp == 1 or not simulated:
+        alone, messages = _by_formula(config, stages, totals, micro_batches, transfer)
+    else:
+        alone = _simulated(config, chunks, micro_batches, 0.0)
+        messages = _simulated(config, chunks, micro_batches, transfer) - alone if transfer else 0.0
+    return PipelineTime(
+        seconds=alone + messages,
+        transfers=messages,
+        busiest=busiest,
+        busy=micro_batches * totals[busiest],
+    )
+
+
+def _by_stage(config: ParallelConfig, chunks: Sequence[Halves]) -> list[Halves]:
+    line, stages = config.line, []
+    for stage in range(config.pp):
+        mine = [chunks[line.position(stage, chunk)] for chunk in range(config.chunks)]
+        if len(mine) > 1:
+            forward, backward, weight = (sum(half[i] for half in mine) for i in range(3))
+            mine = [(forward, backward, weight)]
+        stages.append(mine[0])
+    return stages
 
 
 def live_chunks(config: ParallelConfig, stage: int, micro_batches: int) -> int:
@@ -89,42 +107,34 @@ def _largest_group(count: int, size: int, least: int) -> int:
 
 
 def _by_formula(
-    config: ParallelConfig, chunks: Sequence[Passes], micro_batches: int, transfer: float
-) -> float:
-    line, p, v = config.line, config.pp, config.chunks
-    stages = [Passes() for _ in range(p)]
-    for position, passes in enumerate(chunks):
-        stage, _ = line.place(position)
-        stages[stage] = stages[stage].plus(passes)
-    halves = [_halves(stage) for stage in stages]
-    totals = [sum(stage) for stage in halves]
-    longest = max(totals)
-    if p == 1:
-        return micro_batches * longest
-    forward, backward, weight = (sum(half[i] for half in halves) / p for i in range(3))
-    messages = 2 * (p - 1) * transfer
+    config: ParallelConfig,
+    stages: Sequence[Halves],
+    totals: Sequence[float],
+    micro_batches: int,
+    transfer: float,
+) -> tuple[float, float]:
+    """Seconds without messages, and what messages add."""
+    p, longest = config.pp, max(totals)
     work = micro_batches * longest
-    if config.schedule == "zb-h1":
-        return work + (p - 1) * (forward + max(0.0, backward - weight)) + messages
-    if config.schedule == "zb-v":
-        return work + (p - 1) * forward / 2 + messages
-    fill = (sum(totals) - longest) / v
-    if config.schedule == "1f1b" or v == 1:
+    if p == 1:
+        return work, 0.0
+    messages = 2 * (p - 1) * transfer
+    if config.schedule in _SPLIT:
+        forward, backward, weight = (sum(half[i] for half in stages) / p for i in range(3))
+        if config.schedule == "zb-h1":
+            return work + (p - 1) * (forward + max(0.0, backward - weight)), messages
+        return work + (p - 1) * forward / 2, messages
+    if config.chunks == 1 and config.schedule != "gpipe":
         # a stage waits for the way to its neighbour and back in every round
         messages += 2 * transfer * max(0, micro_batches - p) * (p - 1) / p
-    return work + fill + messages
-
-
-def _halves(passes: Passes) -> tuple[float, float, float]:
-    return passes.forward.total, passes.backward.total, passes.weight.total
+    return work + (sum(totals) - longest) / config.chunks, messages
 
 
 def _simulated(
-    config: ParallelConfig, chunks: Sequence[Passes], micro_batches: int, transfer: float
+    config: ParallelConfig, halves: Sequence[Halves], micro_batches: int, transfer: float
 ) -> float:
     """Simulate as many micro-batches as fill the pipeline; more of them repeat its steady state."""
     unit = config.microbatch_group or config.pp
-    halves = [_halves(chunk) for chunk in chunks]
     few = unit + micro_batches % unit
     if config.schedule == "zb-v":
         few += unit  # its steady state begins later
@@ -138,7 +148,7 @@ def _simulated(
 def _makespan(
     config: ParallelConfig,
     micro_batches: int,
-    halves: Sequence[tuple[float, float, float]],
+    halves: Sequence[Halves],
     transfer: float,
 ) -> float:
     line, split = config.line, config.schedule in _SPLIT

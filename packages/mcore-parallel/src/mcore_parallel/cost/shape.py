@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 Cut: TypeAlias = Literal["column", "row", "whole"]
@@ -274,8 +275,9 @@ class ModelShape:
         """Elements of the head's matrix, also where it is the embedding's."""
         return self.vocab_size * self.hidden_size
 
-    def count_layers(self) -> Counts:
-        """Return the parameters of all layers, those of further predictions left out."""
+    @cached_property
+    def in_layers(self) -> Counts:
+        """The parameters of all layers, those of further predictions left out."""
         counts = (count_layer(layer, self.hidden_size).times(n) for layer, n in self.kinds)
         return sum(counts, Counts())
 
@@ -283,29 +285,30 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         head = 0 if self.tied_embeddings else self.head
-        return self.count_layers().total + self.embedding + head + self.vectors
+        return self.in_layers.total + self.embedding + head + self.vectors
 
     @property
     def active_parameters(self) -> int:
         """Those that one token uses: the experts that it does not choose are left out."""
-        layers = self.count_layers()
+        layers = self.in_layers
         idle = layers.routed + layers.routed_vectors - layers.active - layers.active_vectors
         return self.parameters - idle
 
     @property
     def matmul_parameters(self) -> int:
         """Weights of matrix products, the head included also when it is tied."""
-        layers = self.count_layers()
+        layers = self.in_layers
         return layers.dense + layers.routed + self.head
 
     @property
     def active_matmul_parameters(self) -> int:
         """Weights of the matrix products that one token passes, the head once."""
-        layers = self.count_layers()
+        layers = self.in_layers
         return layers.dense + layers.active + self.head
 
+    @cached_property
     def flops_of_any_token(self) -> float:
-        """Return the training FLOPs of a token that depend on no other token.
+        """The training FLOPs of a token that depend on no other token.
 
         6 for each active weight of a matrix product (2 forward, 4 backward); three times the
         forward scan of Mamba layers. Nothing that is computed twice counts.
@@ -321,8 +324,9 @@ class ModelShape:
         )
         return 6.0 * (self.active_matmul_parameters + self.predictions * further) + 3.0 * scans
 
+    @cached_property
     def attention_flops(self) -> float:
-        """Return the training FLOPs of causal attention for a token and token of its document.
+        """The training FLOPs of causal attention for a token and token of its document.
 
         A query sees half of its document on average; scores and mixing, forward and twice that
         backward. For equal head sizes: 6 · heads · head size for each attention layer.
@@ -333,9 +337,9 @@ class ModelShape:
 
     def flops_per_token(self, seq_length: int) -> float:
         """Return the FLOPs of a training step per token of documents of `seq_length`."""
-        return self.flops_of_any_token() + seq_length * self.attention_flops()
+        return self.flops_of_any_token + seq_length * self.attention_flops
 
     def flops_of_documents(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of a training step over packed documents of these lengths."""
         pairs = sum(length * length for length in lengths)
-        return self.flops_of_any_token() * sum(lengths) + pairs * self.attention_flops()
+        return self.flops_of_any_token * sum(lengths) + pairs * self.attention_flops

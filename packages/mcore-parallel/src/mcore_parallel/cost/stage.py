@@ -9,7 +9,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
 from mcore_parallel.cost.layer import LayerCost, Passes
 from mcore_parallel.cost.machine import Machine
-from mcore_parallel.cost.memory import Held, Memory, held_by_ends, held_by_layer, states
+from mcore_parallel.cost.memory import Held, Memory, held_by_ends, held_by_layer, shards, states
 from mcore_parallel.cost.pipeline import live_chunks
 from mcore_parallel.cost.shape import LayerShape, ModelShape
 from mcore_parallel.cost.work import Precision
@@ -77,24 +77,29 @@ class Stages:
         return self._state(self.stages[stage])[0]
 
     def memory(
-        self, stage: int, micro_batches: int, machine: Machine, precision: Precision
-    ) -> Memory:
-        """Return what a rank of a stage holds at its fullest."""
-        config = self.config
-        held, kept, working = self._state(self.stages[stage])
-        parameters, gradients, optimizer = states(held, config, precision, config.sharding)
-        if config.sharding == "parameters":  # the layer at work and the next are gathered
-            largest = max(one.total for one in self.held)
-            working += 2 * largest * precision.parameter
-        live = live_chunks(config, stage, micro_batches) / config.chunks
-        return Memory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=kept * live,
-            working=working,
-            reserved=machine.reserved,
-        )
+        self, micro_batches: int, machine: Machine, precision: Precision
+    ) -> tuple[Memory, ...]:
+        """Return what a rank of each stage holds at its fullest."""
+        config, ranks = self.config, shards(self.config)
+        gathered = 0.0
+        if config.sharding == "parameters":  # the layer at work and the next are whole
+            gathered = 2 * max(one.total for one in self.held) * precision.parameter
+        memory = []
+        for stage, content in enumerate(self.stages):
+            held, kept, working = self._state(content)
+            live = live_chunks(config, stage, micro_batches) / config.chunks
+            parameters, gradients, optimizer = states(held, ranks, precision, config.sharding)
+            memory.append(
+                Memory(
+                    parameters=parameters,
+                    gradients=gradients,
+                    optimizer=optimizer,
+                    activations=kept * live,
+                    working=working + gathered,
+                    reserved=machine.reserved,
+                )
+            )
+        return tuple(memory)
 
     def _state(self, content: Content) -> tuple[Held, float, float]:
         """Parameters, bytes that one micro-batch keeps, bytes in use for a while."""
