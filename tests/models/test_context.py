@@ -1,6 +1,7 @@
 """Every way of mixing tokens over shares gives the loss and gradients of one process."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mcore_models import (
     llama,
 )
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_reduce
+from mcore_parallel.context import blockwise, heads
 from mcore_parallel.layout import LayoutTensor, gather_all
 from mcore_parallel.testing import RankPool
 
@@ -78,6 +80,21 @@ def test_every_kind_in_a_model(
     for name, reference in want[1].items():
         distance = (gradients[name] - reference).norm()
         assert distance <= 1e-5 * max(reference.norm(), 1e-3 * total), (name, distance)
+
+
+def count_plans() -> dict[str, int]:
+    counts = {}
+    for module in (blockwise, heads):
+        calls = mock.Mock(wraps=module.local_documents)
+        with mock.patch.object(module, "local_documents", calls):
+            measure(HYBRID, "cp=2")
+        counts[module.__name__.rpartition(".")[2]] = calls.call_count
+    return counts
+
+
+def test_layers_share_what_they_plan_for_a_batch(ranks: RankPool) -> None:
+    """Two of the layers exchange heads; planning may wait for the device."""
+    assert ranks.run(count_plans, 2) == [{"blockwise": 1, "heads": 1}] * 2
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ class Attention(nn.Module):
         self._attention: AttentionOp = build.kernels.attention
         if self._shares > 1:
             kind = build.mesh.config.context_kind_of(layer_index)
-            self._attention = context_attention(kind, build.mesh.cp, build.kernels.attention)
+            self._attention = build.shared(
+                kind, lambda: context_attention(kind, build.mesh.cp, build.kernels.attention)
+            )
         if build.recompute.recomputes("core_attn"):
             self._attention = recomputed_attention(self._attention)
 

@@ -2,9 +2,9 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from mcore_kernels import Kernels
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.config import ModelConfig
 from mcore_parallel import Group, ParallelMesh, RngKey
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +32,17 @@ class BuildContext:
     builders: "Mapping[str, Builder]" = field(default_factory=dict)
     key: RngKey = field(default_factory=lambda: RngKey(0))
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the one object that all layers of this model have under `key`; made once.
+
+        For what plans its work for a micro-batch, which then need not be done by every layer.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     @property
     def tp(self) -> Group:

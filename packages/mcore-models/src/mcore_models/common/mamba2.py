@@ -86,7 +86,7 @@ class Mamba2(nn.Module):
             dtype=build.dtype,
         )
         self._scan = build.kernels.ssd_scan
-        self._exchange = HeadExchange(build.mesh.cp)
+        self._exchange = build.shared(HeadExchange, lambda: HeadExchange(build.mesh.cp))
         self._part_sizes = (size, state, state, 1)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
@@ -212,7 +212,7 @@ class CausalConv(nn.Module):
         else:
             self.register_parameter("bias", None)
         self._conv = build.kernels.causal_conv1d
-        self._exchange = HeadExchange(build.mesh.cp)
+        self._exchange = build.shared(HeadExchange, lambda: HeadExchange(build.mesh.cp))
 
     def forward(
         self, parts: Sequence[Tensor], documents: _Documents, before: Tensor | None
