@@ -4,6 +4,8 @@ from mcore_kernels.config import KernelConfig
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
+from mcore_kernels.ops.cross_entropy.head import HeadLoss, fused_head_log_probs, fused_head_loss
+from mcore_kernels.ops.cross_entropy.loss import LossTerms, VocabLoss, VocabShard, vocab_loss
 from mcore_kernels.ops.rope.angles import rope_cos_sin
 from mcore_kernels.ops.rope.scaling import (
     LinearScaling,
@@ -40,6 +42,7 @@ __all__ = [
     "CausalConv1dOp",
     "GeluOp",
     "GluOp",
+    "HeadLoss",
     "Implementation",
     "KernelConfig",
     "Kernels",
@@ -49,6 +52,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "LossTerms",
     "Operator",
     "Resolved",
     "RmsNormOp",
@@ -58,10 +62,15 @@ __all__ = [
     "SsdScanOp",
     "SwigluOp",
     "Target",
+    "VocabLoss",
     "VocabLossOp",
+    "VocabShard",
     "YarnScaling",
     "accumulation_dtype",
     "explain",
+    "fused_head_log_probs",
+    "fused_head_loss",
     "resolve",
     "rope_cos_sin",
+    "vocab_loss",
 ]

@@ -49,3 +49,26 @@ class VocabLossOp(Protocol):
         `maximum` and `sum_exp` [T] are global, `grad` [T] is the gradient of the loss. `out` may
         have a row stride above V and another dtype, and may be `logits` itself.
         """
+
+    def moments(self, logits: Tensor, maximum: Tensor) -> Tensor:
+        """This shard's share [T] of Σ_j exp(z_j - m) · (z_j - m), accumulation dtype; an entropy
+        is log s less the sum of these over s. A logit of -inf adds 0."""
+
+    def gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        maximum: Tensor,
+        sum_exp: Tensor,
+        *,
+        on_softmax: Tensor,
+        on_surprise: Tensor | None,
+        on_target: Tensor,
+        on_all: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write p · (on_softmax + on_surprise · (z - m)) - on_target · [j is the label] - on_all.
+
+        p = exp(z - m)/s; the coefficients [T] are per token, None means 0. Log-probabilities,
+        smoothed and z-losses and entropies have gradients of this form. Arguments as `backward`.
+        """

@@ -142,3 +142,38 @@ def compare_vocab_loss(
                 on_target=on_target, on_all=on_all, out=out[:, a:b],
             )  # fmt: skip
         assert_close(out, gradient, dtype=logits.dtype, slack=4.0, label=f"{label}: gradient")
+    _compare_coefficients(op, shards, local, maximum, sums[0], label)
+
+
+def _compare_coefficients(  # noqa: PLR0917 -- one internal caller
+    op: Any,
+    shards: list[Tensor],
+    local: list[Tensor],
+    maximum: Tensor,
+    sum_exp: Tensor,
+    label: str,
+) -> None:
+    """The moments, and the gradient with a coefficient of each token on each of its terms."""
+    wide_max, wide_sum = maximum.double(), sum_exp.double()
+    step = torch.arange(maximum.numel(), device=maximum.device).to(maximum.dtype) / 4
+    given = {"softmax": step + 1, "surprise": step - 0.5, "target": 2 - step, "all": step / 8}
+    for shard, label_ in zip(shards, local, strict=True):
+        x = shard.double() - wide_max.unsqueeze(1)
+        seen = torch.where(x == -torch.inf, 0.0, x)
+        moments = (x.exp() * seen).sum(-1)
+        assert_close(
+            op.moments(shard, maximum), moments, dtype=maximum.dtype, slack=4.0, floor=1.0,
+            label=f"{label}: moments",
+        )  # fmt: skip
+        a, b, c, d = (one.double().unsqueeze(1) for one in given.values())
+        at_label = torch.arange(shard.shape[1], device=x.device) == label_.unsqueeze(1)
+        expected = x.exp() / wide_sum.unsqueeze(1) * (a + b * seen) - c * at_label - d
+        out = torch.full_like(shard, torch.nan)
+        op.gradient(
+            shard, label_, maximum, sum_exp, out=out,
+            **{f"on_{name}": value for name, value in given.items()},
+        )  # fmt: skip
+        assert_close(
+            out, expected, dtype=shard.dtype, slack=4.0, floor=1.0,
+            label=f"{label}: gradient of all terms",
+        )  # fmt: skip

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss, local_columns
+from mcore_kernels.ops.cross_entropy.reference import (
+    ReferenceVocabLoss,
+    gradient_of,
+    local_columns,
+    moments,
+)
 
 _CHUNK = 256 * 1024  # elements: 1 MB in float32, about an L2 cache
 
@@ -35,29 +40,40 @@ class EagerVocabLoss(ReferenceVocabLoss):
             torch.sum(shifted.exp_(), -1, out=result[0, rows])
         return result
 
-    def backward(
+    def moments(self, logits: Tensor, maximum: Tensor) -> Tensor:
+        """See `VocabLossOp`."""
+        result = torch.zeros_like(maximum)
+        if logits.shape[1]:
+            for rows, shifted in _shifted(logits, maximum):
+                result[rows] = moments(shifted)
+        return result
+
+    def gradient(
         self,
         logits: Tensor,
         labels: Tensor,
         maximum: Tensor,
         sum_exp: Tensor,
-        grad: Tensor,
         *,
-        on_target: float,
-        on_all: float,
+        on_softmax: Tensor,
+        on_surprise: Tensor | None,
+        on_target: Tensor,
+        on_all: Tensor | None,
         out: Tensor,
     ) -> None:
         """See `VocabLossOp`."""
         if logits.shape[1] == 0:
             return
         column, here = local_columns(labels, logits.shape[1])
-        at_label = here.to(maximum.dtype).mul_(-on_target)
+        scaled = on_softmax / sum_exp
         for rows, shifted in _shifted(logits, maximum):
-            softmax = shifted.exp_().div_(sum_exp[rows].unsqueeze(1))
-            softmax.scatter_add_(1, column[rows].unsqueeze(1), at_label[rows].unsqueeze(1))
-            if on_all:
-                softmax.sub_(on_all)
-            out[rows] = softmax.mul_(grad[rows].unsqueeze(1))
+            coefficients = (
+                scaled[rows],
+                None if on_surprise is None else on_surprise[rows],
+                on_target[rows],
+                None if on_all is None else on_all[rows],
+            )
+            out[rows] = gradient_of(shifted, column[rows], here[rows], coefficients, sum_exp[rows])
 
 
 def _shifted(logits: Tensor, maximum: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -63,28 +63,48 @@ def _partials_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _moments_kernel(z_ptr, max_ptr, out_ptr, stride, v, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.load(max_ptr + row)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, v, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + row * stride + col, mask=col < v, other=float("-inf")).to(tl.float32)
+        x = z - m
+        sums += tl.exp(x) * tl.where(x == float("-inf"), 0.0, x)
+    tl.store(out_ptr + row, tl.sum(sums, axis=0))
+
+
+@triton.jit
+def _gradient_kernel(
     z_ptr,
     label_ptr,
     max_ptr,
     sum_ptr,
-    grad_ptr,
+    softmax_ptr,
+    surprise_ptr,
+    target_ptr,
+    all_ptr,
     out_ptr,
     stride,
     stride_out,
     v,
-    on_target,
-    on_all,
+    SURPRISE: tl.constexpr,
+    ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < v
-    m, s, grad = tl.load(max_ptr + row), tl.load(sum_ptr + row), tl.load(grad_ptr + row)
-    label = tl.load(label_ptr + row)
+    m, s, label = tl.load(max_ptr + row), tl.load(sum_ptr + row), tl.load(label_ptr + row)
     z = tl.load(z_ptr + row * stride + col, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.where(col == label, on_target, 0.0)
-    dz = (tl.exp(z - m) / s - weight - on_all) * grad
+    x = z - m
+    factor = tl.load(softmax_ptr + row)
+    if SURPRISE:
+        factor += tl.load(surprise_ptr + row) * tl.where(x == float("-inf"), 0.0, x)
+    dz = tl.exp(x) / s * factor - tl.where(col == label, tl.load(target_ptr + row), 0.0)
+    if ALL:
+        dz -= tl.load(all_ptr + row)
     tl.store(out_ptr + row * stride_out + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -118,32 +138,50 @@ class TritonVocabLoss(ReferenceVocabLoss):
             )  # fmt: skip
         return result
 
-    def backward(
+    def moments(self, logits: Tensor, maximum: Tensor) -> Tensor:
+        """See `VocabLossOp`."""
+        if not _served(logits):
+            return super().moments(logits, maximum)
+        z, result = _rows(logits), torch.empty_like(maximum)
+        with on_device(z):
+            _moments_kernel[(z.shape[0],)](
+                z, maximum.contiguous(), result, z.stride(0), z.shape[1],
+                BLOCK=_block(z.shape[1]), num_warps=8,
+            )  # fmt: skip
+        return result
+
+    def gradient(
         self,
         logits: Tensor,
         labels: Tensor,
         maximum: Tensor,
         sum_exp: Tensor,
-        grad: Tensor,
         *,
-        on_target: float,
-        on_all: float,
+        on_softmax: Tensor,
+        on_surprise: Tensor | None,
+        on_target: Tensor,
+        on_all: Tensor | None,
         out: Tensor,
     ) -> None:
         """See `VocabLossOp`."""
         if not _served(logits) or out.stride(1) != 1:
-            super().backward(
-                logits, labels, maximum, sum_exp, grad,
+            super().gradient(
+                logits, labels, maximum, sum_exp, on_softmax=on_softmax, on_surprise=on_surprise,
                 on_target=on_target, on_all=on_all, out=out,
             )  # fmt: skip
             return
         z = _rows(logits)
         count, v = z.shape
+        given = (on_softmax, on_surprise, on_target, on_all)
+        softmax, surprise, target, everywhere = (
+            maximum if one is None else one.to(torch.float32).contiguous() for one in given
+        )
         with on_device(z):
-            _backward_kernel[(count, triton.cdiv(v, _block(v)))](
-                z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(),
-                grad.to(torch.float32).contiguous(), out, z.stride(0), out.stride(0), v,
-                on_target, on_all, BLOCK=_block(v), num_warps=8,
+            _gradient_kernel[(count, triton.cdiv(v, _block(v)))](
+                z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(), softmax,
+                surprise, target, everywhere, out, z.stride(0), out.stride(0), v,
+                SURPRISE=on_surprise is not None, ALL=on_all is not None, BLOCK=_block(v),
+                num_warps=8,
             )  # fmt: skip
 
 

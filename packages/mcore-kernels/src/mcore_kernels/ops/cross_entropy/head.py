@@ -1,0 +1,258 @@
+"""The output layer and its loss together, some tokens at a time: logits are never whole.
+
+Shapes: T tokens, H hidden, V columns of this shard of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_kernels.ops.cross_entropy.loss import (
+    LossCall,
+    LossTerms,
+    TokenStats,
+    VocabLoss,
+    VocabShard,
+)
+from mcore_kernels.protocols import LinearOp, VocabLossOp
+
+LOGITS_BYTES = 768 * 2**20
+"""Logits held at a time unless `chunk_size` says otherwise: few enough chunks that adding each to
+the float32 gradient of the weight does not take longer than the products."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadLoss:
+    """`total`: Σ of the weighted losses, differentiable. `tokens`: per token, without gradient."""
+
+    total: Tensor
+    tokens: VocabLoss
+
+
+def fused_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    linear: LinearOp,
+    op: VocabLossOp,
+    shard: VocabShard,
+    terms: LossTerms | None = None,
+    weights: Tensor | None = None,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+    weight_grad_out: Tensor | None = None,
+) -> HeadLoss:
+    """Return the sum of the losses of `hidden weightᵀ`; both gradients are made in the forward.
+
+    Three products in all, as without fusion, and one chunk of logits at a time. The gradient of
+    the weight is summed in float32.
+
+    Args:
+        hidden: [T, H].
+        weight: [V, H], this shard's real rows.
+        labels: int64 [T], classes of the whole vocabulary.
+        linear, op: the products and the loss's arithmetic (`Kernels.linear`, `.cross_entropy`).
+        shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
+            one over the number of tokens in the global batch.
+        chunk_size: tokens at a time; default: logits of 768 MiB.
+        weight_grad_out: a float32 buffer [V, H] that the backward adds the gradient to; `weight`
+            itself gets none then.
+
+    The gradient of hidden is this shard's share: the caller sums it over the shards.
+
+    Raises:
+        ValueError: sizes do not fit together, or chunk_size is below 1.
+    """
+    call = LossCall(
+        op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
+    ).checked()
+    plan = _Plan(call=call, linear=linear, chunk=_checked(hidden, weight, labels, chunk_size))
+    total, loss, log_prob, found = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, weights, plan, weight_grad_out
+    )
+    tokens = VocabLoss(loss=loss, log_prob=log_prob, entropy=found if entropy else None)
+    return HeadLoss(total=total, tokens=tokens)
+
+
+def fused_head_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    linear: LinearOp,
+    op: VocabLossOp,
+    shard: VocabShard,
+    terms: LossTerms | None = None,
+    weights: Tensor | None = None,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+) -> VocabLoss:
+    """Return loss, log-probability and entropy of each token, all differentiable.
+
+    For gradients that are known only afterwards (policy gradients): logits are computed again in
+    the backward, four products in all. Arguments and gradients as in `fused_head_loss`.
+    """
+    call = LossCall(
+        op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
+    ).checked()
+    plan = _Plan(call=call, linear=linear, chunk=_checked(hidden, weight, labels, chunk_size))
+    loss, log_prob, found = _HeadLogProbs.apply(hidden, weight, labels, weights, plan)  # type: ignore[no-untyped-call]
+    return VocabLoss(loss=loss, log_prob=log_prob, entropy=found if entropy else None)
+
+
+def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | None) -> int:
+    tokens, columns = hidden.shape[0], weight.shape[0]
+    if hidden.shape[1] != weight.shape[1] or labels.shape != (tokens,):
+        raise ValueError(
+            f"head loss: hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels "
+            f"{list(labels.shape)} do not fit: they are [T, H], [V, H] and [T]"
+        )
+    if chunk_size is not None:
+        if chunk_size < 1:
+            raise ValueError(f"head loss: chunk_size must be at least 1, got {chunk_size}")
+        return chunk_size
+    most = max(1, LOGITS_BYTES // max(1, columns * hidden.element_size()))
+    chunks = max(1, -(-tokens // most))
+    return max(1, -(-tokens // chunks))  # of equal size
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    call: LossCall
+    linear: LinearOp
+    chunk: int
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        for start in range(0, tokens, self.chunk):
+            yield slice(start, min(start + self.chunk, tokens))
+
+    def empty_results(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        per_token = [hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3)]
+        return per_token[0], per_token[1], per_token[2] if self.call.entropy else per_token[2][:0]
+
+    def buffers(
+        self, hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Places for the gradients: of hidden in its dtype, of the weight at least float32."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return (
+            torch.empty_like(hidden) if need_hidden else None,
+            torch.zeros_like(weight, dtype=wide) if need_weight else None,
+        )
+
+    def add_gradients(
+        self,
+        rows: slice,
+        dlogits: Tensor,
+        tensors: tuple[Tensor, Tensor],
+        buffers: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        hidden, weight = tensors
+        dhidden, dweight = buffers
+        if dhidden is not None:
+            dhidden[rows] = self.linear.input_grad(dlogits, weight)
+        if dweight is not None:
+            self.linear.weight_grad(dlogits, hidden[rows], out=dweight)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor | None,
+        plan: _Plan,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        results = plan.empty_results(hidden)
+        buffers = plan.buffers(hidden, weight, need_hidden, need_weight)
+        ones = torch.ones_like(results[0]) if weights is None else weights
+        for rows in plan.chunks(hidden.shape[0]):
+            logits = plan.linear.forward(hidden[rows], weight)
+            stats = plan.call.forward(logits, labels[rows])
+            of_chunk = plan.call.results(stats, None if weights is None else weights[rows])
+            for whole, part in zip(results, of_chunk, strict=True):
+                whole[rows] = part
+            if any(one is not None for one in buffers):
+                # The gradient takes the place of the logits.
+                plan.call.write_gradient(logits, stats, (ones[rows], None, None), logits)
+                plan.add_gradients(rows, logits, (hidden, weight), buffers)
+        ctx.save_for_backward(*buffers)
+        ctx.dtype, ctx.out = weight.dtype, out
+        ctx.mark_non_differentiable(*results)
+        return results[0].sum(), *results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        grad = grads[0]
+        if dhidden is not None:
+            dhidden = (dhidden * grad).to(dhidden.dtype)
+        if dweight is None:
+            return dhidden, None, None, None, None, None
+        if ctx.out is not None:
+            ctx.out.add_(dweight * grad)
+            return dhidden, None, None, None, None, None
+        return dhidden, (dweight * grad).to(ctx.dtype), None, None, None, None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor | None,
+        plan: _Plan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results = plan.empty_results(hidden)
+        kept = []
+        for rows in plan.chunks(hidden.shape[0]):
+            logits = plan.linear.forward(hidden[rows], weight)
+            stats = plan.call.forward(logits, labels[rows])
+            kept.append((stats.maximum, stats.sums))
+            of_chunk = plan.call.results(stats, None if weights is None else weights[rows])
+            for whole, part in zip(results, of_chunk, strict=True):
+                whole[rows] = part
+        maximum = torch.cat([one for one, _ in kept]) if kept else results[0]
+        sums = torch.cat([one for _, one in kept], 1) if kept else results[0].new_zeros(4, 0)
+        ctx.save_for_backward(hidden, weight, labels, weights, maximum, sums)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, weights, maximum, sums = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        loss, log_prob, entropy = grads
+        if loss is not None and weights is not None:
+            loss = loss * weights
+        wanted = (loss, log_prob, entropy if plan.call.entropy else None)
+        buffers = plan.buffers(hidden, weight, *ctx.needs_input_grad[:2])
+        for rows in plan.chunks(hidden.shape[0]):
+            logits = plan.linear.forward(hidden[rows], weight)
+            stats = TokenStats(
+                maximum=maximum[rows],
+                sums=sums[:, rows],
+                valid=labels[rows] != plan.call.terms.ignore_index,
+                local=labels[rows] - plan.call.shard.first,
+            )
+            of_chunk = tuple(None if one is None else one[rows] for one in wanted)
+            plan.call.write_gradient(logits, stats, of_chunk, logits)  # type: ignore[arg-type]
+            plan.add_gradients(rows, logits, (hidden, weight), buffers)
+        dhidden, dweight = buffers
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
