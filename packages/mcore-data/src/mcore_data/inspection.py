@@ -44,7 +44,7 @@ def summarise(prefix: str | Path) -> Summary:
             documents=reader.num_documents,
             sequences=len(reader),
             tokens=reader.num_tokens,
-            bin_bytes=reader.bin_path.stat().st_size,
+            bin_bytes=reader.num_bytes,
             multimodal=reader.modes is not None,
             shortest=int(lengths.min()),
             median=float(np.median(lengths)),

@@ -11,6 +11,7 @@ from mcore_data.indexed.format import (
     token_dtype,
 )
 from mcore_data.indexed.reader import IndexedReader
+from mcore_data.indexed.storage import Storage
 from mcore_data.indexed.writer import IndexedWriter
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "IndexHeader",
     "IndexedReader",
     "IndexedWriter",
+    "Storage",
     "build_index",
     "index_header",
     "merge",

@@ -23,7 +23,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
         first = next((reader for reader in readers if len(reader)), readers[0])
         for reader in readers:
             reader.verify()
-            if reader.bin_path.resolve() == Path(f"{output}.bin").resolve():
+            if Path(reader.bin_path).resolve() == Path(f"{output}.bin").resolve():
                 raise ValueError(f"{output}: it is one of the files to merge, give another name")
             # A file without sequences does not tell whether it has modes.
             other_modes = len(reader) > 0 and (reader.modes is None) == modes
@@ -45,7 +45,7 @@ def split(prefix: str | Path, outputs: Mapping[str | Path, range]) -> None:
     with IndexedReader(prefix) as reader:
         reader.verify()
         for output, documents in outputs.items():
-            if reader.bin_path.resolve() == Path(f"{output}.bin").resolve():
+            if Path(reader.bin_path).resolve() == Path(f"{output}.bin").resolve():
                 raise ValueError(f"{output}: it is the file to split, give another name")
             with IndexedWriter(output, reader.dtype, multimodal=reader.modes is not None) as writer:
                 writer.append(reader, documents)

@@ -1,4 +1,4 @@
-"""Read `.bin/.idx` files, through a memory map or by positioned reads."""
+"""Read `.bin/.idx` files: through a memory map, by positioned reads, from object storage."""
 
 import os
 import weakref
@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.indexed.format import HEADER, IndexHeader, parse_header, sequence_offsets
+from mcore_data.indexed.storage import RemoteFile, Storage, is_url
+
+Access = Literal["mmap", "pread", "object"]
 
 _TOKENS: Final = 1 << 22  # tokens that verify looks at, at a time
 
@@ -32,6 +35,7 @@ class _Positioned:
     """The bytes of a file through `pread`: no map, each access reads what it asks for."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
         self.size = os.fstat(self._fd).st_size
@@ -41,7 +45,7 @@ class _Positioned:
         while wanted > 0:
             part = os.pread(self._fd, wanted, begin)  # the system may give less at a time
             if not part:
-                raise EOFError(f"the file ends {wanted} bytes too early: it became shorter")
+                raise OSError(f"{self._path}: it ends {wanted} bytes too early: it became shorter")
             parts.append(part)
             begin += len(part)
             wanted -= len(part)
@@ -52,9 +56,11 @@ class IndexedReader:
     """The sequences of `PREFIX.bin` and `PREFIX.idx`, never loaded as a whole.
 
     Args:
-        prefix: path without `.bin` and `.idx`.
-        access: how tokens are read. `mmap` maps the file; `pread` reads each sequence when it is
-            asked for and keeps the index in memory, which suits file systems over a network.
+        prefix: path without `.bin` and `.idx`, or an address such as `s3://bucket/corpus`.
+        access: how tokens are read. `mmap` (the default for paths) maps the file; `pread` reads
+            each sequence when it is asked for and keeps the index in memory, which suits file
+            systems over a network; `object` is the one for addresses.
+        storage: how object storage is read (default: `Storage()`); for addresses alone.
 
     Attributes:
         dtype: how tokens are stored.
@@ -70,18 +76,31 @@ class IndexedReader:
     Raises:
         ValueError: one line naming the file and the numbers, when the prefix is a directory,
             a file is missing, is no index, has another version, or is truncated.
+        OSError: one line naming the address, when object storage does not give what was asked for.
 
     """
 
-    def __init__(self, prefix: str | Path, *, access: Literal["mmap", "pread"] = "mmap") -> None:
-        if access not in ("mmap", "pread"):
-            raise ValueError(f"access is {access!r}, it can be 'mmap' or 'pread'")
-        self.access: Literal["mmap", "pread"] = access
-        self.prefix = Path(prefix)
-        self.bin_path = self.prefix.with_name(self.prefix.name + ".bin")
-        self.idx_path = self.prefix.with_name(self.prefix.name + ".idx")
-        self._check_files()
-        index = self._load_index()
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        access: Access | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self.access: Access = _chosen_access(prefix, access, storage)
+        self._storage = storage
+        self._bin: _Mapped | _Positioned | RemoteFile | None = None
+        self.prefix: str | Path = prefix if is_url(prefix) else Path(prefix)
+        self.bin_path: str | Path
+        self.idx_path: str | Path
+        if isinstance(self.prefix, Path):
+            self.bin_path = self.prefix.with_name(self.prefix.name + ".bin")
+            self.idx_path = self.prefix.with_name(self.prefix.name + ".idx")
+            _check_files(self.prefix, self.idx_path, self.bin_path)
+            index = _load_index(self.idx_path, mapped=self.access == "mmap")
+        else:
+            self.bin_path, self.idx_path = f"{self.prefix}.bin", f"{self.prefix}.idx"
+            index = _load_remote_index(self.idx_path, storage or Storage())
         header = parse_header(index[: HEADER.size].tobytes(), str(self.idx_path))
         multimodal = self._check_index_size(header, index.size)
         self.dtype: np.dtype[Any] = header.dtype
@@ -98,32 +117,8 @@ class IndexedReader:
                 f"{self.document_indices[-1]}, it must run from 0 to the {s} sequences"
             )
         self._empty = np.empty(0, self.dtype)
-        self._bin: _Mapped | _Positioned | None = (
-            _Mapped(self.bin_path) if access == "mmap" else _Positioned(self.bin_path)
-        )
+        self._bin = _open_bin(self.bin_path, self.access, storage or Storage())
         self._check_last(self._bin.size)
-
-    def _load_index(self) -> NDArray[np.uint8]:
-        if self.access == "pread":
-            return np.fromfile(self.idx_path, np.uint8)
-        if not self.idx_path.stat().st_size:  # which cannot be mapped
-            return np.empty(0, np.uint8)
-        return np.memmap(self.idx_path, mode="r")
-
-    def _check_files(self) -> None:
-        # Megatron-LM keeps its caches in a folder named as the prefix: that is no mistake.
-        if self.prefix.is_dir() and not self.idx_path.is_file():
-            found = sorted(path.with_suffix("") for path in self.prefix.glob("*.idx"))
-            hint = f", for example {found[0]}" if found else " (it holds no .idx)"
-            raise ValueError(
-                f"{self.prefix} is a directory; give the prefix of a .bin/.idx pair{hint}"
-            )
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                hint = ""
-                if self.prefix.suffix in (".idx", ".bin") and self.prefix.is_file():
-                    hint = f"; give the prefix {self.prefix.with_suffix('')}"
-                raise ValueError(f"{path}: no such file{hint}")
 
     def _check_index_size(self, header: IndexHeader, size: int) -> bool:
         """Whether the index holds modes; ValueError when its size is neither of the two."""
@@ -152,6 +147,11 @@ class IndexedReader:
     def num_documents(self) -> int:
         """Number of documents (a document is one sequence or several)."""
         return len(self.document_indices) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the `.bin`."""
+        return 0 if self._bin is None else self._bin.size
 
     @property
     def num_tokens(self) -> int:
@@ -272,6 +272,8 @@ class IndexedReader:
 
     def close(self) -> None:
         """Let go of the maps (they vanish once no array taken from them is alive)."""
+        if isinstance(self._bin, RemoteFile):
+            self._bin.close()
         self._bin = None
         self.lengths = np.empty(0, np.int32)
         self.offsets = np.empty(0, np.int64)
@@ -290,8 +292,63 @@ class IndexedReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.prefix, self.access)
+        return _open, (self.prefix, self.access, self._storage)
 
 
-def _open(prefix: Path, access: Literal["mmap", "pread"]) -> IndexedReader:
-    return IndexedReader(prefix, access=access)
+def _open(prefix: str | Path, access: Access, storage: Storage | None) -> IndexedReader:
+    return IndexedReader(prefix, access=access, storage=storage)
+
+
+def _chosen_access(prefix: str | Path, access: Access | None, storage: Storage | None) -> Access:
+    if access not in (None, "mmap", "pread", "object"):
+        raise ValueError(f"access is {access!r}, it can be 'mmap', 'pread' or 'object'")
+    if is_url(prefix):
+        if access in ("mmap", "pread"):
+            raise ValueError(f"{prefix}: access is {access!r}, an address is read as 'object'")
+        return "object"
+    if access == "object" or storage is not None:
+        what = "access is 'object'" if access == "object" else "storage is given"
+        raise ValueError(f"{prefix}: {what}, for a path; that is for addresses such as s3://…")
+    return access or "mmap"
+
+
+def _check_files(prefix: Path, idx_path: Path, bin_path: Path) -> None:
+    # Megatron-LM keeps its caches in a folder named as the prefix: that is no mistake.
+    if prefix.is_dir() and not idx_path.is_file():
+        found = sorted(path.with_suffix("") for path in prefix.glob("*.idx"))
+        hint = f", for example {found[0]}" if found else " (it holds no .idx)"
+        raise ValueError(f"{prefix} is a directory; give the prefix of a .bin/.idx pair{hint}")
+    for path in (idx_path, bin_path):
+        if path.is_dir():
+            raise ValueError(f"{path}: it is a directory, no file")
+        if not path.is_file():
+            hint = ""
+            if prefix.suffix in (".idx", ".bin") and prefix.is_file():
+                hint = f"; give the prefix {prefix.with_suffix('')}"
+            raise ValueError(f"{path}: no such file{hint}")
+
+
+def _load_index(path: Path, *, mapped: bool) -> NDArray[np.uint8]:
+    if not mapped:
+        return np.fromfile(path, np.uint8)
+    if not path.stat().st_size:  # which cannot be mapped
+        return np.empty(0, np.uint8)
+    return np.memmap(path, mode="r")
+
+
+def _load_remote_index(url: str, storage: Storage) -> NDArray[np.uint8]:
+    file = RemoteFile(url, storage)
+    try:
+        if storage.cache_dir is None:
+            return np.frombuffer(file.read_all(), np.uint8)
+        return _load_index(file.cached(Path(storage.cache_dir)), mapped=True)
+    finally:
+        file.close()
+
+
+def _open_bin(
+    path: str | Path, access: Access, storage: Storage
+) -> _Mapped | _Positioned | RemoteFile:
+    if not isinstance(path, Path):
+        return RemoteFile(path, storage)
+    return _Mapped(path) if access == "mmap" else _Positioned(path)

@@ -1,0 +1,33 @@
+"""Objects of any file system that the library `fsspec` knows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from mcore_data.indexed.storage import ObjectInfo
+
+
+class FsspecBackend:
+    """One object behind the `ObjectBackend` interface."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        try:
+            self._fs, self._path = fsspec.core.url_to_fs(url, **options)
+        except ModuleNotFoundError:
+            raise
+        except (ImportError, ValueError, TypeError) as error:
+            raise ValueError(f"{url}: {' '.join(str(error).split())}") from None
+
+    def info(self) -> ObjectInfo:
+        """Ask for the object's size and whatever else is known of it."""
+        self._fs.invalidate_cache()
+        info = self._fs.info(self._path)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(self._path)
+        marks = [str(info.get(key)) for key in ("ETag", "etag", "mtime", "LastModified", "created")]
+        return ObjectInfo(size=int(info["size"]), version=" ".join(marks))
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Ask for a range."""
+        return bytes(self._fs.cat_file(self._path, start=begin, end=end))
