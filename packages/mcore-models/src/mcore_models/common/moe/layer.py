@@ -108,7 +108,7 @@ class MoE(nn.Module):
             size = self._room(kept.capacity) if moe.pad_to_capacity else None
         latent = mine if moe.latent_size is None else self.latent_down(mine)
         sent = self._dispatch(latent, experts, routing.weights)
-        shared = self._shared(hidden)
+        shared = self._shared(hidden, context)
         arrived = sent.wait()
         rows, counts = arrived.rows, arrived.counts
         if size is None:
@@ -121,11 +121,11 @@ class MoE(nn.Module):
         out = out if self._is_cut else join_shares(out, mesh.tp, context.batch.num_tokens)
         return out if shared is None else out + shared
 
-    def _shared(self, hidden: Tensor) -> Tensor | None:
+    def _shared(self, hidden: Tensor, context: TokenContext) -> Tensor | None:
         """What every token gets."""
         if not self.config.shared_ffn_size:
             return None
-        out: Tensor = self.shared(hidden)
+        out: Tensor = self.shared(hidden, context)
         return out * self.shared_gate(hidden) if self.config.shared_gate else out
 
     def _room(self, capacity: Tensor) -> int:
