@@ -20,7 +20,7 @@ SHARED = [
         "cross_entropy",
         theirs.VocabLossOp,
         ours.VocabLossOp,
-        ("local_max", "partials", "backward"),
+        ("local_max", "partials", "backward", "gradient"),
     ),
 ]
 

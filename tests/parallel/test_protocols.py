@@ -258,6 +258,36 @@ def test_vocab_loss_partials_add_up(cuts: list[int], on_target: float, on_all: f
         assert (padded[:, b - a :] == 9.0).all()
 
 
+def test_vocab_loss_gradient_of_anything_in_logits_and_their_sum() -> None:
+    """An entropy, a squared log-sum-exp and label terms per token, over two shards."""
+    logits = random(5, 7).requires_grad_()
+    labels = torch.tensor([0, 6, 3, 2, 4])
+    weights = random(4, 5, seed=9)
+    lse = logits.logsumexp(-1)
+    p = logits.softmax(-1)
+    loss = weights[0] * (lse - (p * logits).sum(-1)) + weights[1] * lse.square()
+    loss = loss - weights[2] * logits.gather(1, labels[:, None])[:, 0] - weights[3] * logits.sum(-1)
+    loss.sum().backward()
+    assert logits.grad is not None
+    maximum = vocab_loss.local_max(logits.detach())
+    sum_exp = vocab_loss.partials(logits.detach(), labels, maximum, smoothing=False)[0]
+    shift = (p * (logits - maximum[:, None])).sum(-1).detach()
+    for a, b in ((0, 3), (3, 7)):
+        out = torch.empty(5, b - a, dtype=torch.float64)
+        vocab_loss.gradient(
+            logits.detach()[:, a:b],
+            labels - a,
+            maximum,
+            sum_exp,
+            on_softmax=weights[0] * shift + 2 * weights[1] * lse.detach(),
+            on_surprise=-weights[0],
+            on_target=weights[2],
+            on_all=weights[3],
+            out=out,
+        )
+        torch.testing.assert_close(out, logits.grad[:, a:b])
+
+
 def test_vocab_loss_backward_may_overwrite_the_logits() -> None:
     logits = random(3, 4, dtype=torch.float32).requires_grad_()
     labels = torch.tensor([1, 0, 3])

@@ -20,13 +20,11 @@ def shard(logits: Tensor, group: Group) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, smoothing: float, weights: Tensor
+    logits: Tensor, labels: Tensor, terms: dict[str, float], weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     group = Group.world()
     local = shard(logits, group)
-    loss = vocab_parallel_cross_entropy(
-        local, labels, group, vocab_size=logits.shape[1], label_smoothing=smoothing
-    )
+    loss = vocab_parallel_cross_entropy(local, labels, group, vocab_size=logits.shape[1], **terms)
     (loss * weights).sum().backward()
     assert local.grad is not None
     return loss.detach(), local.grad
@@ -51,7 +49,8 @@ def joined(grads: list[Tensor], vocab: int) -> Tensor:
 def test_smoothed_example(ranks: RankPool, size: int) -> None:
     """U23: α is spread over the other K - 1 classes, alike on all ranks."""
     one = torch.ones(1)
-    seen = ranks.run(cross_entropy, size, torch.arange(8.0)[None], torch.tensor([3]), 0.1, one)
+    terms = {"label_smoothing": 0.1}
+    seen = ranks.run(cross_entropy, size, torch.arange(8.0)[None], torch.tensor([3]), terms, one)
     for loss, _ in seen:
         assert loss.item() == pytest.approx(4.401197, abs=2e-6)
     # Gradient: softmax less the smoothed target distribution.
@@ -61,19 +60,24 @@ def test_smoothed_example(ranks: RankPool, size: int) -> None:
     torch.testing.assert_close(joined([g for _, g in seen], 8)[0], expected, rtol=0, atol=1e-6)
 
 
-def reference(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+def reference(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """Written out from the definition, in float64."""
     k = logits.shape[1]
-    target = torch.full_like(logits, smoothing / max(k - 1, 1))
-    target[torch.arange(len(labels)), labels] = 1.0 - smoothing
-    return -(target * logits.log_softmax(-1)).sum(-1)
+    target = torch.full_like(logits, label_smoothing / max(k - 1, 1))
+    target[torch.arange(len(labels)), labels] = 1.0 - label_smoothing
+    loss = -(target * logits.log_softmax(-1)).sum(-1)
+    return loss + z_loss * logits.logsumexp(-1).square()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
-@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+@pytest.mark.parametrize(
+    "terms", [{}, {"label_smoothing": 0.25}, {"label_smoothing": 0.1, "z_loss": 0.3}], ids=str
+)
 @pytest.mark.parametrize(("vocab", "size"), [(8, 2), (7, 2), (7, 4), (5, 4), (33, 4), (7, 1)])
 def test_equals_dense(
-    ranks: RankPool, vocab: int, size: int, smoothing: float, scale: float
+    ranks: RankPool, vocab: int, size: int, terms: dict[str, float], scale: float
 ) -> None:
     """U23, U24: any size, padded or not, large logits, a rank without real columns."""
     generator = torch.Generator().manual_seed(vocab)
@@ -81,9 +85,9 @@ def test_equals_dense(
     labels = torch.randint(vocab, (6,), generator=generator)
     labels[0], labels[1] = 0, vocab - 1
     weights = torch.rand(6, generator=generator)
-    seen = ranks.run(cross_entropy, size, logits, labels, smoothing, weights)
+    seen = ranks.run(cross_entropy, size, logits, labels, terms, weights)
     exact = logits.double().requires_grad_()
-    expected = reference(exact, labels, smoothing)
+    expected = reference(exact, labels, **terms)
     (expected * weights).sum().backward()
     assert exact.grad is not None
     for loss, _ in seen:
@@ -124,7 +128,7 @@ def test_log_prob_equals_dense(ranks: RankPool, vocab: int, size: int) -> None:
 def test_bf16_logits_give_float32_loss_and_bf16_gradient(ranks: RankPool, size: int) -> None:
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).bfloat16()
     labels = torch.tensor([0, 1, 2, 4, 5])
-    seen = ranks.run(cross_entropy, size, logits, labels, 0.0, torch.ones(5))
+    seen = ranks.run(cross_entropy, size, logits, labels, {}, torch.ones(5))
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, labels, reduction="none")
     expected.sum().backward()
@@ -141,7 +145,8 @@ def test_masked_tokens_leave_no_trace(ranks: RankPool, size: int) -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(3))
     labels = torch.tensor([-100, 2, 7])
     mask = torch.tensor([0.0, 1.0, 0.0])
-    seen = ranks.run(cross_entropy, size, logits, labels, 0.1, mask)
+    terms = {"label_smoothing": 0.1, "z_loss": 0.1}
+    seen = ranks.run(cross_entropy, size, logits, labels, terms, mask)
     grad = joined([g for _, g in seen], 7)
     assert torch.isfinite(seen[0][0]).all()
     assert not grad[0].any()
@@ -160,19 +165,16 @@ def test_forbidden_tokens_at_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "vocab", "smoothing", "message"),
+    ("columns", "vocab", "terms", "message"),
     [
-        (8, 8, 1.0, r"label_smoothing is 1\.0, must be in \[0, 1\)"),
-        (8, 8, -0.1, r"label_smoothing is -0\.1, must be in \[0, 1\)"),
-        (1, 1, 0.1, "label_smoothing needs 2 classes, the vocabulary has 1"),
-        (8, 9, 0.0, "vocabulary of 9 does not fit 8 columns on each of tp=1 ranks"),
+        (8, 8, {"label_smoothing": 1.0}, r"label_smoothing is 1\.0, must be in \[0, 1\)"),
+        (8, 8, {"label_smoothing": -0.1}, r"label_smoothing is -0\.1, must be in \[0, 1\)"),
+        (1, 1, {"label_smoothing": 0.1}, "label_smoothing needs 2 classes, the vocabulary has 1"),
+        (8, 8, {"z_loss": -1.0}, r"z_loss is -1\.0, must be at least 0"),
+        (8, 9, {}, "vocabulary of 9 does not fit 8 columns on each of tp=1 ranks"),
     ],
 )
-def test_refusals(columns: int, vocab: int, smoothing: float, message: str) -> None:
+def test_refusals(columns: int, vocab: int, terms: dict[str, float], message: str) -> None:
+    logits, labels = torch.zeros(1, columns), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
-        vocab_parallel_cross_entropy(
-            torch.zeros(1, columns),
-            torch.zeros(1, dtype=torch.int64),
-            vocab_size=vocab,
-            label_smoothing=smoothing,
-        )
+        vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab, **terms)

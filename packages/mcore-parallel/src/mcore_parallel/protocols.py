@@ -207,6 +207,26 @@ class VocabLossOp(Protocol):
         a row stride above V and another dtype, and may be `logits` itself.
         """
 
+    def gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        maximum: Tensor,
+        sum_exp: Tensor,
+        *,
+        on_softmax: Tensor,
+        on_surprise: Tensor | None,
+        on_target: Tensor,
+        on_all: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write p · (on_softmax + on_surprise · (z - m)) - on_target · [j is the label] - on_all.
+
+        p = exp(z - m)/s. The coefficients [T] are per token; None means 0. Gradients of losses to
+        which functions of log s or of the entropy are added have this form. Other arguments as in
+        `backward`.
+        """
+
 
 class TorchVocabLoss:
     """`VocabLossOp` in plain torch."""
@@ -255,6 +275,36 @@ class TorchVocabLoss:
         if on_all:
             p.sub_(on_all)
         out.copy_(p.mul_(grad.unsqueeze(1)))
+
+    def gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        maximum: Tensor,
+        sum_exp: Tensor,
+        *,
+        on_softmax: Tensor,
+        on_surprise: Tensor | None,
+        on_target: Tensor,
+        on_all: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """See `VocabLossOp`."""
+        if logits.shape[1] == 0:
+            return
+        shifted = logits.to(maximum.dtype) - maximum.unsqueeze(1)
+        factor = on_softmax.unsqueeze(1)
+        if on_surprise is not None:
+            # A logit of -inf has p = 0, and 0 · -inf would be NaN.
+            surprise = shifted.masked_fill(shifted == -torch.inf, 0.0)
+            factor = factor + on_surprise.unsqueeze(1) * surprise
+        result = shifted.exp_().div_(sum_exp.unsqueeze(1)).mul_(factor)
+        column, here = _local_labels(labels, logits.shape[1])
+        at_label = torch.where(here, -on_target, 0.0)
+        result.scatter_add_(1, column.unsqueeze(1), at_label.unsqueeze(1))
+        if on_all is not None:
+            result.sub_(on_all.unsqueeze(1))
+        out.copy_(result)
 
 
 def _local_labels(labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:

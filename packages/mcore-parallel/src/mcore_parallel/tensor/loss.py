@@ -26,6 +26,7 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     op: VocabLossOp | None = None,
 ) -> Tensor:
     """Return the cross-entropy of each token [T] in float32, the same on every rank.
@@ -38,12 +39,16 @@ def vocab_parallel_cross_entropy(
     `label_smoothing` α gives the label 1 - α and spreads α over the other K - 1 classes. (torch
     spreads it over all K; its α is ours times K / (K - 1).)
 
+    `z_loss` λ adds λ · (log Σ_j exp z_j)² (Chowdhery et al. 2022, arXiv:2204.02311), which keeps
+    logits from drifting.
+
     The gradient of the logits takes that of the loss to be the same on every rank, as it is when
     all ranks go on with the same arithmetic. Sums over `group`: one maximum and one sum of [3, T]
     in the forward, none in the backward.
 
     Raises:
-        ValueError: α is outside [0, 1), smoothing over a vocabulary of 1, or too few columns.
+        ValueError: α is outside [0, 1), smoothing over a vocabulary of 1, λ is negative, or too few
+            columns.
     """
     group = group or Group.single()
     shard = VocabShard.of_logits(vocab_size, logits.shape[-1], group)
@@ -54,12 +59,15 @@ def vocab_parallel_cross_entropy(
         if vocab_size < 2:
             raise ValueError(f"label_smoothing needs 2 classes, the vocabulary has {vocab_size}")
         on_all = label_smoothing / (vocab_size - 1)
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss is {z_loss}, must be at least 0")
     terms = _Terms(
         group=group,
         shard=shard,
         op=op or TorchVocabLoss(),
         on_target=1.0 - label_smoothing - on_all,
         on_all=on_all,
+        z_loss=z_loss,
     )
     return cast(Tensor, _CrossEntropy.apply(logits, labels, terms))  # type: ignore[no-untyped-call]
 
@@ -87,6 +95,39 @@ class _Terms:
     op: VocabLossOp
     on_target: float
     on_all: float
+    z_loss: float
+
+    def gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        stats: tuple[Tensor, Tensor],
+        grad: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient of the real columns into `out`; stats: the maximum and the sum."""
+        if not self.z_loss:
+            self.op.backward(
+                logits,
+                labels,
+                *stats,
+                grad,
+                on_target=self.on_target,
+                on_all=self.on_all,
+                out=out,
+            )
+            return
+        maximum, sum_exp = stats
+        self.op.gradient(
+            logits,
+            labels,
+            *stats,
+            on_softmax=grad * (1.0 + 2.0 * self.z_loss * (sum_exp.log() + maximum)),
+            on_surprise=None,
+            on_target=grad * self.on_target,
+            on_all=grad * self.on_all if self.on_all else None,
+            out=out,
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -100,6 +141,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss = sum_exp.log() - terms.on_target * target
         if terms.on_all:
             loss -= terms.on_all * total
+        if terms.z_loss:
+            loss += terms.z_loss * (sum_exp.log() + maximum).square()
         ctx.terms = terms
         ctx.save_for_backward(logits, labels, maximum, sum_exp)
         return loss
@@ -112,14 +155,5 @@ class _CrossEntropy(torch.autograd.Function):
         real = terms.shard.real
         dlogits = torch.empty_like(logits)
         dlogits[:, real:] = 0.0
-        terms.op.backward(
-            logits[:, :real],
-            labels,
-            maximum,
-            sum_exp,
-            grad,
-            on_target=terms.on_target,
-            on_all=terms.on_all,
-            out=dlogits[:, :real],
-        )
+        terms.gradient(logits[:, :real], labels, (maximum, sum_exp), grad, out=dlogits[:, :real])
         return dlogits, None, None
