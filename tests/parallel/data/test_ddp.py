@@ -1,12 +1,15 @@
 """Gradient buckets: what is summed, when, and over whom."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from mcore_parallel import Group, TensorLayout, param_specs
-from mcore_parallel.config import ParallelConfig
-from mcore_parallel.data import GradientBuckets, ShardedOptimizer, reduction
+from mcore_parallel import TensorLayout, param_specs
+from mcore_parallel.config import SHARDINGS, ParallelConfig
+from mcore_parallel.data import GradientBuckets, ShardedOptimizer, data_parallel, reduction
 from mcore_parallel.layout import Box, gather_all
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import one_f_one_b, run_schedule
@@ -40,11 +43,12 @@ class Tokens(nn.Module):
         return (values * self.weight).sum() / tokens
 
 
-def accumulate(micro_batches_of_rank, tokens):
-    mesh = make_mesh() if Group.world().size > 1 else ParallelMesh.single()
+def accumulate(micro_batches_of_rank, tokens, changes=None):
+    mesh = make_mesh(**(changes or {}))
     mine = [torch.tensor(values) for values in micro_batches_of_rank[mesh.dp.rank]]
     model = Tokens()
-    buckets = buckets_of(model, mesh)
+    specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+    buckets = data_parallel(model, specs, mesh)
     buckets.zero()
     losses = run_schedule(
         one_f_one_b(1, len(mine))[0],
@@ -69,11 +73,24 @@ def test_per_token_loss_does_not_depend_on_the_split(ranks, split):
     assert results[0][1] == pytest.approx([1.25])
 
 
-def test_four_micro_batches_in_a_group_of_one_accumulate_four():
-    """U34: a shard group of size 1 sums four gradients of 1 to 4."""
-    mesh = ParallelMesh.single()
-    assert mesh.config.sharding == "optimizer"
-    assert accumulate([[[1.0]] * 4], 1) == (4.0, [4.0])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_four_micro_batches_in_a_group_of_one_accumulate_four(ranks, sharding):
+    """U34: a shard group of size 1 sums four gradients of 1 to 4, alone and beside a replica."""
+    assert accumulate([[[1.0]] * 4], 1, {"sharding": sharding}) == (4.0, [4.0])
+    replicas = 1 if sharding == "none" else 2
+    two = {"sharding": sharding, "replicas": replicas}
+    both = ranks.run(accumulate, 2, [[[1.0]] * 4, [[10.0]] * 4], 1, two)
+    assert [loss for loss, _ in both] == [4.0, 40.0]
+    assert both[0][1] == [44.0]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS[1:])
+def test_every_level_accumulates_as_plain_data_parallelism(ranks, sharding):
+    """U34, U26: several micro-batches on each of the ranks that share the gradient out."""
+    split = [[[1.0], [2.0, 3.0]], [[4.0, 5.0, 6.0], [7.0]], [[8.0], [9.0]]]
+    plain = ranks.run(accumulate, 3, split, 9, {"sharding": "none"})
+    assert plain[0][1] == pytest.approx([5.0])
+    assert ranks.run(accumulate, 3, split, 9, {"sharding": sharding}) == plain
 
 
 # --- overlap ----------------------------------------------------------------------------
@@ -97,14 +114,12 @@ class Reordered(nn.Module):
         return (x if skip else torch.tanh(self.b(x))).square().sum()
 
 
-def train_reordered(overlap, shard, skipping_rank, lazy):
-    mesh = (
-        make_mesh(overlap=overlap, sharding="optimizer" if shard else "none")
-        or ParallelMesh.single()
-    )
+def train_reordered(overlap, sharding, skipping_rank, lazy):
+    mesh = make_mesh(overlap=overlap, sharding=sharding)
     model = Reordered()
-    buckets = buckets_of(model, mesh)
-    assert len(buckets.buckets) >= 3
+    specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+    buckets = data_parallel(model, specs, mesh, units=model.children())
+    assert len(buckets.shares) >= 3
     optimizer = ShardedOptimizer(buckets, SGD(momentum=0.5))
     if lazy:
         optimizer.gather_on_use(model.children())
@@ -120,7 +135,12 @@ def train_reordered(overlap, shard, skipping_rank, lazy):
         buckets.finish()
         optimizer.step(0.01)
     optimizer.wait()
-    return [param.detach().clone() for param in model.parameters()]
+    return whole_values(model)
+
+
+def whole_values(model):
+    params = [param.detach() for param in model.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in params]
 
 
 def train_reordered_alone(world, skipping_rank):
@@ -139,15 +159,20 @@ def train_reordered_alone(world, skipping_rank):
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("shard", [True, False])
-@pytest.mark.parametrize(("world", "skipping_rank"), [(2, None), (3, 1)])
-def test_order_of_use_and_overlap_change_nothing(ranks, shard, world, skipping_rank):
+@pytest.mark.parametrize(
+    ("sharding", "world", "skipping_rank"),
+    [
+        *itertools.product(["none", "optimizer", "gradients"], [3], [1]),
+        *itertools.product(["optimizer", "parameters"], [2], [None]),
+    ],
+)
+def test_order_of_use_and_overlap_change_nothing(ranks, sharding, world, skipping_rank):
     """U33: parameters used in another order than registered, and unused ones on one rank."""
-    off = ranks.run(train_reordered, world, False, shard, skipping_rank, False)
+    off = ranks.run(train_reordered, world, False, sharding, skipping_rank, False)
     alone = train_reordered_alone(world, skipping_rank)
     torch.testing.assert_close(off[0], alone, rtol=1e-5, atol=1e-6)
     for lazy in (False, True):
-        on = ranks.run(train_reordered, world, True, shard, skipping_rank, lazy)
+        on = ranks.run(train_reordered, world, True, sharding, skipping_rank, lazy)
         for params in (*on, *off):
             assert all(a.equal(b) for a, b in zip(params, off[0], strict=True))
 
