@@ -1,6 +1,8 @@
 """Parameters and floating-point operations of an architecture, by formula.
 
 The one source for model-FLOPs utilisation: training, benchmarks and planning all count with this.
+The counting itself is that of `mcore_parallel.cost.ModelShape`, which also estimates what a step
+takes and holds under a layout.
 """
 
 from collections.abc import Sequence
@@ -8,6 +10,15 @@ from dataclasses import dataclass
 
 from mcore_models.config import NO_PART, ModelConfig
 from mcore_models.part_configs import MambaConfig, MoEConfig
+from mcore_parallel.cost import (
+    AttentionShape,
+    ExpertsShape,
+    LayerShape,
+    MambaShape,
+    MLPShape,
+    ModelShape,
+    Part,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +37,27 @@ class ParameterCount:
     active_matmul: int
 
 
+def model_shape(config: ModelConfig) -> ModelShape:
+    """The shape of the model that `build_model` makes, padding excluded, for planning its training.
+
+    `mcore_parallel.cost` says of it how long a step takes and what a rank holds.
+
+    Raises:
+        ValueError: when the pattern has a letter whose part is made by a builder: count the built
+            model instead.
+    """
+    norm = config.hidden_size * (2 if config.norm == "layer_norm" else 1)
+    layers = {letters: _layer(config, letters, norm) for letters in set(config.layer_pattern)}
+    return ModelShape(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        layers=tuple(layers[letters] for letters in config.layer_pattern),
+        tied_embeddings=config.tied_embeddings,
+        positions=config.max_positions if config.position == "learned" else 0,
+        vectors=norm,
+    )
+
+
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Exact parameter counts of the model that `build_model` makes, padding excluded.
 
@@ -33,28 +65,13 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         ValueError: when the pattern has a letter whose part is made by a builder: count the built
             model instead.
     """
-    hidden, vocab = config.hidden_size, config.vocab_size
-    norm = hidden * (2 if config.norm == "layer_norm" else 1)
-    matmul, other, idle, idle_biases = 0, norm, 0, 0
-    for letters in config.layer_pattern:
-        for letter in letters.replace(NO_PART, ""):
-            weights, biases = _part_parameters(config, letter)
-            matmul += weights
-            other += norm + biases
-            weights, biases = _idle_parameters(config, letter)
-            idle += weights
-            idle_biases += biases
-    tables = vocab * hidden
-    if config.position == "learned":
-        tables += config.max_positions * hidden
-    head = vocab * hidden
-    total = matmul + other + tables + (0 if config.tied_embeddings else head)
+    shape = model_shape(config)
     return ParameterCount(
-        total=total,
-        embedding=tables,
-        matmul=matmul + head,
-        active=total - idle - idle_biases,
-        active_matmul=matmul + head - idle,
+        total=shape.parameters,
+        embedding=shape.embedding,
+        matmul=shape.matmul_parameters,
+        active=shape.active_parameters,
+        active_matmul=shape.active_matmul_parameters,
     )
 
 
@@ -69,13 +86,12 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     its convolution; twice that backward. How a scan in chunks computes the same is not counted.
     Recomputation, norms, activations and the embedding lookup are not counted.
     """
-    return _flops_of_any_token(config) + seq_length * _attention_flops(config)
+    return model_shape(config).flops_per_token(seq_length)
 
 
 def flops_of_documents(config: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations of a training step over packed documents of these lengths."""
-    tokens, pairs = sum(lengths), sum(length * length for length in lengths)
-    return _flops_of_any_token(config) * tokens + pairs * _attention_flops(config)
+    return model_shape(config).flops_of_documents(lengths)
 
 
 def flops_utilization(
@@ -88,82 +104,66 @@ def flops_utilization(
     return flops_per_token(config, seq_length) * tokens_per_second / peak_flops
 
 
-def _flops_of_any_token(config: ModelConfig) -> float:
-    """What a token costs whatever its document."""
-    products = 6.0 * count_parameters(config).active_matmul
-    if config.mamba is None:
-        return products
-    mamba, layers = config.mamba, sum("M" in letters for letters in config.layer_pattern)
-    states = 5 * mamba.inner_size * mamba.state_size
-    taps = 2 * mamba.conv_width * _conv_channels(mamba)
-    return products + 3.0 * layers * (states + taps)
+def _layer(config: ModelConfig, letters: str, norm: int) -> LayerShape:
+    parts = tuple(_part(config, letter) for letter in letters.replace(NO_PART, ""))
+    return LayerShape(parts=parts, vectors=norm * len(parts))
 
 
-def _attention_flops(config: ModelConfig) -> float:
-    layers = sum("*" in letters for letters in config.layer_pattern)
-    return 6.0 * layers * config.num_heads * config.head_size
-
-
-def _part_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
-    """Weights of matrix products, and everything else, of one part."""
-    hidden = config.hidden_size
+def _part(config: ModelConfig, letter: str) -> Part:
     if letter == "*":
-        inner = config.num_heads * config.head_size
-        qkv = inner + 2 * config.kv_heads * config.head_size
-        biases = qkv * config.qkv_bias + hidden * config.linear_bias
-        return hidden * (qkv + inner), biases
+        return _attention(config)
     if letter == "-":
-        return _mlp_parameters(config, config.mlp_size)
+        return _mlp(config, config.mlp_size)
     if letter == "E" and config.moe is not None:
-        return _moe_parameters(config, config.moe)
+        return _experts(config, config.moe)
     if letter == "M" and config.mamba is not None:
-        return _mamba_parameters(hidden, config.mamba)
+        return _mamba(config.hidden_size, config.mamba)
     raise ValueError(
         f"the pattern letter {letter!r} is made by a builder, so its parameters are not known: "
         f"build the model on device 'meta' and count there; counted here are '*', 'M', '-' and 'E'"
     )
 
 
-def _idle_parameters(config: ModelConfig, letter: str) -> tuple[int, int]:
-    """What `_part_parameters` counts, of experts that a token does not use."""
-    if letter != "E" or config.moe is None:
-        return 0, 0
-    idle = config.moe.num_experts - config.moe.top_k
-    weights, biases = _expert_parameters(config, config.moe)
-    return idle * weights, idle * biases
+def _attention(config: ModelConfig) -> AttentionShape:
+    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_size
+    return AttentionShape(
+        num_heads=config.num_heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        vectors=qkv * config.qkv_bias + config.hidden_size * config.linear_bias,
+    )
 
 
-def _moe_parameters(config: ModelConfig, moe: MoEConfig) -> tuple[int, int]:
-    """Of router, experts, and what is beside and around them; corrections are no parameters."""
-    hidden = config.hidden_size
-    weights, biases = _expert_parameters(config, moe)
-    weights = moe.num_experts * (weights + hidden)
-    biases = moe.num_experts * (biases + moe.router_bias)
-    if moe.shared_ffn_size:
-        shared, shared_biases = _mlp_parameters(config, moe.shared_ffn_size)
-        weights += shared + hidden * moe.shared_gate
-        biases += shared_biases
-    return weights + 2 * hidden * (moe.latent_size or 0), biases
+def _mlp(config: ModelConfig, width: int, hidden: int | None = None) -> MLPShape:
+    gated = config.activation == "swiglu"
+    biases = width * (2 if gated else 1) + (hidden or config.hidden_size)
+    return MLPShape(width=width, gated=gated, vectors=biases * config.linear_bias)
 
 
-def _expert_parameters(config: ModelConfig, moe: MoEConfig) -> tuple[int, int]:
-    return _mlp_parameters(config, moe.expert_ffn_size, moe.latent_size)
+def _experts(config: ModelConfig, moe: MoEConfig) -> ExpertsShape:
+    """Router, experts, and what is beside and around them; corrections are no parameters."""
+    return ExpertsShape(
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        expert=_mlp(config, moe.expert_ffn_size, moe.latent_size),
+        shared=_mlp(config, moe.shared_ffn_size) if moe.shared_ffn_size else None,
+        shared_gate=moe.shared_gate,
+        latent=moe.latent_size or 0,
+        vectors=moe.num_experts * moe.router_bias,
+    )
 
 
-def _mamba_parameters(hidden: int, mamba: MambaConfig) -> tuple[int, int]:
-    inner, channels = mamba.inner_size, _conv_channels(mamba)
+def _mamba(hidden: int, mamba: MambaConfig) -> MambaShape:
+    inner, channels = mamba.inner_size, mamba.inner_size + 2 * mamba.num_groups * mamba.state_size
     rows = inner + channels + mamba.num_heads  # z, then x, B and C, then dt
     biases = channels * mamba.conv_bias + (rows + hidden) * mamba.projection_bias
     # a_log, d and dt_bias of each head; the norm's weights
     other = channels * mamba.conv_width + 3 * mamba.num_heads + inner
-    return hidden * (rows + inner), other + biases
-
-
-def _conv_channels(mamba: MambaConfig) -> int:
-    return mamba.inner_size + 2 * mamba.num_groups * mamba.state_size
-
-
-def _mlp_parameters(config: ModelConfig, width: int, hidden: int | None = None) -> tuple[int, int]:
-    hidden = hidden or config.hidden_size
-    wide = width * (2 if config.activation == "swiglu" else 1)
-    return hidden * (wide + width), (wide + hidden) * config.linear_bias
+    return MambaShape(
+        num_heads=mamba.num_heads,
+        head_size=mamba.head_dim,
+        state_size=mamba.state_size,
+        num_groups=mamba.num_groups,
+        conv_width=mamba.conv_width,
+        vectors=other + biases,
+    )

@@ -16,6 +16,7 @@ from mcore_parallel.cost.shape import (
     MambaShape,
     MLPShape,
     ModelShape,
+    Part,
     count_layer,
 )
 from mcore_parallel.cost.shapes import SHAPES, shape
@@ -35,6 +36,7 @@ __all__ = [
     "MambaShape",
     "Memory",
     "ModelShape",
+    "Part",
     "Planner",
     "Point",
     "Precision",

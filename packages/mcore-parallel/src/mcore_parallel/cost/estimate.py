@@ -23,7 +23,6 @@ from mcore_parallel.cost.pipeline import PipelineTime, pipeline_time
 from mcore_parallel.cost.place import Place, place, reach
 from mcore_parallel.cost.shape import (
     AttentionShape,
-    ExpertsShape,
     LayerShape,
     MambaShape,
     MLPShape,
@@ -228,16 +227,15 @@ def _seconds(taken: Times, count: int, timing: PipelineTime) -> dict[str, float]
 def check_fit(shape: ModelShape, config: ParallelConfig) -> None:
     """Check that heads, widths and experts can be cut as the layout says; ValueError."""
     etp, experts = config.etp or config.tp, False
-    for layer, _ in shape.kinds:
-        mixer, mlp = layer.mixer, layer.feed_forward
-        if isinstance(mixer, AttentionShape | MambaShape):
-            _check_cut("heads", mixer.num_heads, "tp", config.tp)
-        if isinstance(mlp, MLPShape):
-            _check_cut("channels of a feed-forward", mlp.width, "tp", config.tp)
-        elif isinstance(mlp, ExpertsShape):
+    for part in (part for layer, _ in shape.kinds for part in layer.parts):
+        if isinstance(part, AttentionShape | MambaShape):
+            _check_cut("heads", part.num_heads, "tp", config.tp)
+        elif isinstance(part, MLPShape):
+            _check_cut("channels of a feed-forward", part.width, "tp", config.tp)
+        else:
             experts = True
-            _check_cut("experts", mlp.num_experts, "ep", config.ep)
-            _check_cut("channels of an expert", mlp.expert.width, "etp", etp)
+            _check_cut("experts", part.num_experts, "ep", config.ep)
+            _check_cut("channels of an expert", part.expert.width, "etp", etp)
     if config.ep > 1 and not experts:
         raise ValueError(f"ep={config.ep} divides experts, and the model has none: use ep=1")
 

@@ -110,7 +110,7 @@ def layer_cost(
             part_passes = part_passes.plus(_experts(part, hidden, place, work))
         passes = passes.plus(part_passes)
         kept += _kept(part, hidden, place, work)
-    if isinstance(layer.feed_forward, ExpertsShape):
+    if any(isinstance(part, ExpertsShape) for part in layer.parts):
         passes = _slowed(passes, work.runtime.communication_share)
     if work.recompute == "full":
         again = passes.forward
@@ -302,9 +302,9 @@ def _experts(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> P
     """Sorting, exchange and products of routed experts; every tp rank brings its own tokens."""
     machine, runtime = place.machine, work.runtime
     rows = place.tokens / place.tp * part.top_k * place.etp * runtime.imbalance
-    held = part.num_experts / place.ep
+    held, width = part.num_experts / place.ep, part.inputs(hidden)
     passes = Passes()
-    for product in part.expert.products(hidden):
+    for product in part.expert.products(width):
         once = _product(product, place, work, _Rows(rows / held, place.etp, held))
         if runtime.grouped and held > 1:
             spared = Times(products=(held - 1) * machine.kernel)
@@ -313,25 +313,25 @@ def _experts(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> P
     inner = rows * part.expert.width / place.etp * _BF16
     reads = 2 if part.expert.gated else 1
     # sorted and sorted back, sending and receiving: read and written each time
-    sorting = machine.stream(8 * rows / place.etp * hidden * _BF16)
+    sorting = machine.stream(8 * rows / place.etp * width * _BF16)
     forward = machine.stream((reads + 1) * inner) + sorting + 10 * machine.kernel
     backward = machine.stream((2 * reads + 1) * inner) + sorting + 10 * machine.kernel
-    there, back = _exchange(part, hidden, place, work)
+    there, back = _exchange(part, width, place, work)
     comm = (there + back) * (1 - runtime.expert_overlap)
     return passes.plus(
         Passes(Times(streaming=forward, ep=comm), Times(streaming=backward, ep=comm))
     )
 
 
-def _exchange(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> tuple[float, float]:
+def _exchange(part: ExpertsShape, width: int, place: Place, work: Workload) -> tuple[float, float]:
     """Seconds to send tokens to their experts, and results back."""
     tokens = place.tokens / place.tp
     to_expert, from_expert = work.precision.dispatch, _BF16
-    etp = place.etp_link.all_gather(tokens * part.top_k * place.etp * hidden)
+    etp = place.etp_link.all_gather(tokens * part.top_k * place.etp * width)
     if place.ep == 1:
         return etp * to_expert, etp * from_expert
     if work.runtime.dispatch == "all-to-all" or place.ep_link.inside:
-        sent = tokens * part.top_k * hidden
+        sent = tokens * part.top_k * width
         return (
             place.ep_link.all_to_all(sent * to_expert) + etp * to_expert,
             place.ep_link.all_to_all(sent * from_expert) + etp * from_expert,
@@ -341,7 +341,7 @@ def _exchange(part: ExpertsShape, hidden: int, place: Place, work: Workload) -> 
     if part.max_nodes is not None:
         reached = min(reached, part.max_nodes)
     away = reached * (1 - 1 / nodes)
-    sent = tokens * hidden
+    sent = tokens * width
     return (
         place.ep_link.all_to_all(sent * to_expert, nodes=away) + etp * to_expert,
         place.ep_link.all_to_all(sent * from_expert, nodes=away) + etp * from_expert,
@@ -374,7 +374,9 @@ def _kept(part: object, hidden: int, place: Place, work: Workload) -> float:
         kept += _kept_inner(part, tokens / tp, inner)
     elif isinstance(part, ExpertsShape):
         rows = tokens / tp * part.top_k * place.etp * runtime.imbalance
-        kept += rows * hidden * byte + _kept_inner(part.expert, rows / place.etp, inner)
+        kept += rows * part.inputs(hidden) * byte + _kept_inner(
+            part.expert, rows / place.etp, inner
+        )
         if part.shared is not None:
             kept += _kept_inner(part.shared, tokens / tp, inner)
     return kept

@@ -91,15 +91,9 @@ def layouts(
     """
     shape, machine, world = planner.shape, planner.machine, planner.world
     most_cp = max(1, seq_length // _LEAST_SLICE)
-    experts = max(
-        (
-            layer.feed_forward.num_experts
-            for layer, _ in shape.kinds
-            if isinstance(layer.feed_forward, ExpertsShape)
-        ),
-        default=0,
-    )
-    attends = any(isinstance(layer.mixer, AttentionShape) for layer, _ in shape.kinds)
+    parts = [part for layer, _ in shape.kinds for part in layer.parts]
+    attends = any(isinstance(part, AttentionShape) for part in parts)
+    experts = max((x.num_experts for x in parts if isinstance(x, ExpertsShape)), default=0)
     for tp in _powers(min(machine.gpus_per_node, world)):
         for pp in _powers(min(_LONGEST_PIPELINE, world // tp, len(shape.layers))):
             for cp in _powers(min(most_cp, world // (tp * pp))) if attends else [1]:

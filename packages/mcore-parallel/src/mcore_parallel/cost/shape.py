@@ -140,43 +140,54 @@ class MLPShape:
 class ExpertsShape:
     """A mixture of experts; `expert` is one of them, `shared` sees every token.
 
-    max_nodes: the router sends a token to at most so many nodes (None: to any). vectors: outside
-    the experts, such as a correction bias.
+    latent: experts work at this width, between two projections (0: at the hidden size).
+    shared_gate: one number of each token weighs what `shared` says. max_nodes: the router sends a
+    token to at most so many nodes (None: to any). vectors: outside the experts, such as biases of
+    the router.
     """
 
     num_experts: int
     top_k: int
     expert: MLPShape
     shared: MLPShape | None = None
+    shared_gate: bool = False
+    latent: int = 0
     max_nodes: int | None = None
     vectors: int = 0
 
     def products(self, hidden: int) -> tuple[Product, ...]:
         """Return the weight matrices outside the routed experts."""
+        found = [Product(hidden, self.num_experts, "whole")]
+        if self.shared_gate:
+            found.append(Product(hidden, 1, "whole"))
+        if self.latent:
+            found.append(Product(hidden, self.latent, "whole"))
+            found.append(Product(self.latent, hidden, "whole"))
         shared = () if self.shared is None else self.shared.products(hidden)
-        return Product(hidden, self.num_experts, "whole"), *shared
+        return (*found, *shared)
+
+    def inputs(self, hidden: int) -> int:
+        """Return the width of what a routed expert takes and gives."""
+        return self.latent or hidden
 
     def routed(self, hidden: int) -> int:
         """Return the elements of one routed expert's matrices."""
-        return sum(product.size for product in self.expert.products(hidden))
+        return sum(product.size for product in self.expert.products(self.inputs(hidden)))
 
 
-Mixer: TypeAlias = AttentionShape | MambaShape
-FeedForward: TypeAlias = MLPShape | ExpertsShape
+Part: TypeAlias = AttentionShape | MambaShape | MLPShape | ExpertsShape
+"""A mixer or a feed-forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """A mixer and a feed-forward, either of which may be absent; vectors: of its norms."""
+    """The parts of a layer, one after another, usually a mixer and a feed-forward.
 
-    mixer: Mixer | None
-    feed_forward: FeedForward | None
+    vectors: of its norms.
+    """
+
+    parts: tuple[Part, ...]
     vectors: int = 0
-
-    @property
-    def parts(self) -> tuple[Mixer | FeedForward, ...]:
-        """Those that are there."""
-        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +329,10 @@ class ModelShape:
             last = count_layer(self.layers[-1], self.hidden_size)
             further = last.dense + last.active + 2 * self.hidden_size**2 + self.head
         scans = sum(
-            n * layer.mixer.scan_flops
+            n * part.scan_flops
             for layer, n in self.kinds
-            if isinstance(layer.mixer, MambaShape)
+            for part in layer.parts
+            if isinstance(part, MambaShape)
         )
         return 6.0 * (self.active_matmul_parameters + self.predictions * further) + 3.0 * scans
 
@@ -332,7 +344,8 @@ class ModelShape:
         backward. For equal head sizes: 6 · heads · head size for each attention layer.
         """
         layers = [*self.layers, *[self.layers[-1]] * self.predictions]
-        cores = sum(x.mixer.core_flops for x in layers if isinstance(x.mixer, AttentionShape))
+        parts = (part for layer in layers for part in layer.parts)
+        cores = sum(part.core_flops for part in parts if isinstance(part, AttentionShape))
         return 3.0 * cores / 2
 
     def flops_per_token(self, seq_length: int) -> float:

@@ -24,11 +24,8 @@ def llama_shape(
     *, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, width: int
 ) -> ModelShape:
     """Return the shape of a decoder with RMSNorm, SwiGLU and grouped queries, without biases."""
-    layer = LayerShape(
-        mixer=AttentionShape(num_heads=heads, kv_heads=kv_heads, head_size=hidden // heads),
-        feed_forward=MLPShape(width=width),
-        vectors=2 * hidden,
-    )
+    attention = AttentionShape(num_heads=heads, kv_heads=kv_heads, head_size=hidden // heads)
+    layer = LayerShape(parts=(attention, MLPShape(width=width)), vectors=2 * hidden)
     return ModelShape(
         hidden_size=hidden, vocab_size=vocab, layers=(layer,) * layers, vectors=hidden
     )
@@ -38,13 +35,11 @@ def gpt_shape(
     *, hidden: int, layers: int, heads: int, vocab: int = 51200, positions: int = 2048
 ) -> ModelShape:
     """Return the shape of a GPT-3 style decoder: LayerNorm, GELU, biases, tied embeddings."""
-    layer = LayerShape(
-        mixer=AttentionShape(
-            num_heads=heads, kv_heads=heads, head_size=hidden // heads, vectors=4 * hidden
-        ),
-        feed_forward=MLPShape(width=4 * hidden, gated=False, vectors=5 * hidden),
-        vectors=4 * hidden,
+    attention = AttentionShape(
+        num_heads=heads, kv_heads=heads, head_size=hidden // heads, vectors=4 * hidden
     )
+    mlp = MLPShape(width=4 * hidden, gated=False, vectors=5 * hidden)
+    layer = LayerShape(parts=(attention, mlp), vectors=4 * hidden)
     return ModelShape(
         hidden_size=hidden,
         vocab_size=vocab,
@@ -57,11 +52,9 @@ def gpt_shape(
 
 def mixtral_shape(*, hidden: int, layers: int, heads: int, width: int) -> ModelShape:
     """Return the shape of a Mixtral: eight experts in every layer, two of them for a token."""
-    layer = LayerShape(
-        mixer=AttentionShape(num_heads=heads, kv_heads=8, head_size=128),
-        feed_forward=ExpertsShape(num_experts=8, top_k=2, expert=MLPShape(width=width)),
-        vectors=2 * hidden,
-    )
+    attention = AttentionShape(num_heads=heads, kv_heads=8, head_size=128)
+    experts = ExpertsShape(num_experts=8, top_k=2, expert=MLPShape(width=width))
+    layer = LayerShape(parts=(attention, experts), vectors=2 * hidden)
     return ModelShape(
         hidden_size=hidden, vocab_size=32000, layers=(layer,) * layers, vectors=hidden
     )
@@ -88,8 +81,8 @@ def deepseek_v3_shape(*, predictions: int = 0) -> ModelShape:
         max_nodes=4,
         vectors=256,
     )
-    dense = LayerShape(mixer=attention, feed_forward=MLPShape(width=18432), vectors=2 * hidden)
-    sparse = LayerShape(mixer=attention, feed_forward=experts, vectors=2 * hidden)
+    dense = LayerShape(parts=(attention, MLPShape(width=18432)), vectors=2 * hidden)
+    sparse = LayerShape(parts=(attention, experts), vectors=2 * hidden)
     return ModelShape(
         hidden_size=hidden,
         vocab_size=129280,
@@ -102,11 +95,9 @@ def deepseek_v3_shape(*, predictions: int = 0) -> ModelShape:
 def nemotron_4_shape() -> ModelShape:
     """Return Nemotron-4 340B: squared ReLU, LayerNorm, no biases, untied embeddings."""
     hidden = 18432
-    layer = LayerShape(
-        mixer=AttentionShape(num_heads=96, kv_heads=8, head_size=192),
-        feed_forward=MLPShape(width=4 * hidden, gated=False),
-        vectors=4 * hidden,
-    )
+    attention = AttentionShape(num_heads=96, kv_heads=8, head_size=192)
+    mlp = MLPShape(width=4 * hidden, gated=False)
+    layer = LayerShape(parts=(attention, mlp), vectors=4 * hidden)
     return ModelShape(
         hidden_size=hidden, vocab_size=256000, layers=(layer,) * 96, vectors=2 * hidden
     )
