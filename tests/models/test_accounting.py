@@ -12,8 +12,10 @@ from mcore_models import (
     flops_utilization,
     gpt2,
     llama,
+    model_shape,
     preset,
 )
+from mcore_parallel.cost import shape
 
 LLAMA = llama(vocab_size=37, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2)
 GPT2 = gpt2(vocab_size=37, hidden_size=24, num_layers=2, num_heads=4, max_positions=11)
@@ -32,6 +34,8 @@ MOE = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
         replace(LLAMA, activation="gelu", norm="layer_norm", position="learned"),
         replace(LLAMA, moe=MOE),
         replace(GPT2, moe=MOE, pattern=("*-", ".E")),
+        replace(LLAMA, moe=replace(MOE, shared_ffn_size=12, shared_gate=True, latent_size=16)),
+        replace(GPT2, moe=replace(MOE, shared_ffn_size=12, router_bias=True)),
     ],
 )
 def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
@@ -58,6 +62,11 @@ def test_a_token_pays_for_the_experts_it_chooses() -> None:
     router = 6 * 3 * 6 * 24  # 6 FLOPs for each weight of three routers
     assert flops_per_token(moe, 64) == flops_per_token(dense, 64) + router
     assert flops_of_documents(moe, [64]) == 64 * flops_per_token(moe, 64)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "mixtral-8x7b", "mixtral-8x22b"])
+def test_planning_and_presets_mean_the_same_models(name: str) -> None:
+    assert model_shape(preset(name)) == shape(name)
 
 
 def test_letters_of_builders_are_not_counted_in_silence() -> None:

@@ -1,6 +1,10 @@
+import json
+
 import pytest
 
+from mcore_models import model_shape, preset
 from mcore_models.cli import main
+from mcore_parallel.cost.files import shape_from_json
 
 
 def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +25,12 @@ def test_what_a_token_uses_of_a_mixture_of_experts(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "12,879,925,248" in out
     assert ["moe.num_experts", "8"] in [line.split() for line in out.splitlines()]
+
+
+def test_a_shape_is_what_planning_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shape", "mixtral-8x7b"]) == 0
+    read = shape_from_json(json.loads(capsys.readouterr().out))
+    assert read == model_shape(preset("mixtral-8x7b"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from mcore_models.accounting import (
     flops_of_documents,
     flops_per_token,
     flops_utilization,
+    model_shape,
 )
 from mcore_models.build import build_model, check_layout
 from mcore_models.common import (
@@ -43,6 +44,7 @@ __all__ = [
     "flops_utilization",
     "gpt2",
     "llama",
+    "model_shape",
     "preset",
     "preset_names",
 ]

@@ -18,8 +18,14 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument(
         "--seq-length", type=int, help="tokens per document for the FLOPs (default: its longest)"
     )
+    shape = commands.add_parser(
+        "shape", help="print one model's shape as JSON, for `mcore-parallel cost --model FILE`"
+    )
+    shape.add_argument("preset", help="a name from `mcore-models presets`")
     args = parser.parse_args(argv)
     try:
+        if args.command == "shape":
+            return _shape(args.preset)
         return _presets() if args.command == "presets" else _show(args.preset, args.seq_length)
     except ValueError as error:
         print(f"mcore-models: {error}", file=sys.stderr)
@@ -37,6 +43,17 @@ def _presets() -> int:
             f"{name:<20}{count_parameters(config).total:>16,}{config.num_layers:>8}"
             f"{config.hidden_size:>8}{config.num_heads:>7}{config.vocab_size:>9}"
         )
+    return 0
+
+
+def _shape(name: str) -> int:
+    import json
+
+    from mcore_models.accounting import model_shape
+    from mcore_models.presets import preset
+    from mcore_parallel.cost.files import shape_to_json
+
+    print(json.dumps(shape_to_json(model_shape(preset(name))), indent=1))
     return 0
 
 
