@@ -1,0 +1,46 @@
+"""Where the members of a tar file lie. Nothing is ever unpacked."""
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A plain file in an archive: its bytes begin at `offset`."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def tar_members(path: Path) -> Iterator[Member]:
+    """Yield the plain files of an archive that is not compressed, in their order.
+
+    ValueError, with the byte where it stands, for a member whose name leads out of the archive,
+    that is a link or a device, or that goes on after the end of the file.
+    """
+    end = path.stat().st_size
+    place = 0
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for info in archive:
+                place = info.offset
+                if info.isdir():
+                    continue
+                what = f"{path}: member {info.name!r} at byte {place}"
+                if PurePosixPath(info.name).is_absolute() or ".." in PurePosixPath(info.name).parts:
+                    raise ValueError(f"{what} leads out of the archive")
+                if not info.isreg() or info.sparse is not None:
+                    raise ValueError(f"{what} is no plain file")
+                if info.offset_data + info.size > end:
+                    raise ValueError(
+                        f"{what} is truncated: it ends at byte {info.offset_data + info.size}, the "
+                        f"file has {end}"
+                    )
+                yield Member(name=info.name, offset=info.offset_data, size=info.size)
+    except tarfile.TarError as error:
+        raise ValueError(
+            f"{path}: no tar file, a compressed or a damaged one (after byte {place}: {error})"
+        ) from None
