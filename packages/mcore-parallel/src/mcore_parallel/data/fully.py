@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class ParameterShare:
         self.slots = (slot,)
         # A slice along the first dimension is a range of the flattened parameter. Along others it
         # is counted from 0: nobody asks for ranges then (`grad_sync`, see `shard_modules`).
-        first = cut.start * slot.param[:1].numel() if cut.dim == 0 else 0
+        # (Without slicing the DTensor: torch would gather it over a mesh that equals this one, and
+        # that may be an earlier one whose groups are gone.)
+        first = cut.start * math.prod(slot.param.shape[1:]) if cut.dim == 0 else 0
         self.owned = first, first + cut.local.numel()
         self.owned_values = cut.local.view(-1)
         self.owned_grads = torch.zeros_like(self.owned_values)
