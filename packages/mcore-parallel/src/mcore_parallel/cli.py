@@ -9,6 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_parallel.cost.command import (
+    add_commands,
+    cost_lines,
+    run_cost,
+    run_scaling,
+    scaling_lines,
+)
+
 if TYPE_CHECKING:
     from mcore_parallel.config import ParallelConfig
 
@@ -27,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        found = _layout(args) if args.command == "layout" else _schedule(args)
-        print(json.dumps(found) if args.json else "\n".join(_LINES[args.command](found)))
+        run, lines = _COMMANDS[args.command]
+        found = run(args)
+        print(json.dumps(found) if args.json else "\n".join(lines(found)))
         sys.stdout.flush()
         return 0
     except ValueError as error:
@@ -78,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rank", type=int, metavar="R", help="only this rank, with the members of its groups")
     add("--json", action="store_true", help="print JSON")
     _add_schedule(commands)
+    add_commands(commands)
     return parser
 
 
@@ -300,4 +310,9 @@ def _schedule_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-_LINES = {"layout": _layout_lines, "schedule": _schedule_lines}
+_COMMANDS = {
+    "layout": (_layout, _layout_lines),
+    "schedule": (_schedule, _schedule_lines),
+    "cost": (run_cost, cost_lines),
+    "scaling": (run_scaling, scaling_lines),
+}

@@ -3,53 +3,12 @@
 Pure arithmetic, without processes and without torch.
 """
 
-from mcore_parallel.cost.estimate import Estimate, Planner, check_fit, estimate
-from mcore_parallel.cost.machine import MACHINES, Link, Machine, Rate, machine
-from mcore_parallel.cost.memory import Memory
-from mcore_parallel.cost.published import Point, points
-from mcore_parallel.cost.rank import Ranking, layouts, rank
-from mcore_parallel.cost.shape import (
-    AttentionShape,
-    Counts,
-    ExpertsShape,
-    LayerShape,
-    MambaShape,
-    MLPShape,
-    ModelShape,
-    Part,
-    count_layer,
-)
-from mcore_parallel.cost.shapes import SHAPES, shape
-from mcore_parallel.cost.work import Precision, Runtime, Workload
+# Names are added in _public.py; they are imported when the first of them is asked for.
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "MACHINES",
-    "SHAPES",
-    "AttentionShape",
-    "Counts",
-    "Estimate",
-    "ExpertsShape",
-    "LayerShape",
-    "Link",
-    "MLPShape",
-    "Machine",
-    "MambaShape",
-    "Memory",
-    "ModelShape",
-    "Part",
-    "Planner",
-    "Point",
-    "Precision",
-    "Ranking",
-    "Rate",
-    "Runtime",
-    "Workload",
-    "check_fit",
-    "count_layer",
-    "estimate",
-    "layouts",
-    "machine",
-    "points",
-    "rank",
-    "shape",
-]
+from mcore_parallel._lazy import public_names
+
+if TYPE_CHECKING:
+    from mcore_parallel.cost._public import *  # noqa: F403
+else:
+    __getattr__ = public_names(__name__)

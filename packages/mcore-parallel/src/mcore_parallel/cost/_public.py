@@ -1,0 +1,52 @@
+"""The public names of the package, in one place; `mcore_parallel.cost` passes them on lazily."""
+
+from mcore_parallel.cost.estimate import Estimate, Planner, check_fit, estimate
+from mcore_parallel.cost.machine import MACHINES, Link, Machine, Rate, machine
+from mcore_parallel.cost.memory import Memory
+from mcore_parallel.cost.published import Point, points
+from mcore_parallel.cost.rank import Ranking, layouts, rank
+from mcore_parallel.cost.shape import (
+    AttentionShape,
+    Counts,
+    ExpertsShape,
+    LayerShape,
+    MambaShape,
+    MLPShape,
+    ModelShape,
+    Part,
+    count_layer,
+)
+from mcore_parallel.cost.shapes import SHAPES, shape
+from mcore_parallel.cost.work import Precision, Runtime, Workload
+
+__all__ = [
+    "MACHINES",
+    "SHAPES",
+    "AttentionShape",
+    "Counts",
+    "Estimate",
+    "ExpertsShape",
+    "LayerShape",
+    "Link",
+    "MLPShape",
+    "Machine",
+    "MambaShape",
+    "Memory",
+    "ModelShape",
+    "Part",
+    "Planner",
+    "Point",
+    "Precision",
+    "Ranking",
+    "Rate",
+    "Runtime",
+    "Workload",
+    "check_fit",
+    "count_layer",
+    "estimate",
+    "layouts",
+    "machine",
+    "points",
+    "rank",
+    "shape",
+]
