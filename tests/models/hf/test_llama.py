@@ -122,13 +122,17 @@ def test_from_the_checkpoint_of_two_ranks(ranks: RankPool, tmp_path: Path) -> No
 
 
 def test_four_heads_two_groups_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """U51: each kv head lies on two ranks; logits are those of one process, out it is bitwise."""
+    """U51: each kv head lies on two ranks; logits are those of one process, out it is bitwise, both
+    straight from the ranks and from the checkpoint that they saved."""
     source = folders.save(folders.llama(), tmp_path / "hf")
     alone = import_alone(ranks, source, tmp_path / "alone")
     tp4 = ParallelConfig(tp=4)
     for result in ranks.run(import_and_export, 4, source, tmp_path / "out", TOKENS, tp4):
         assert (result["logits"] - alone).abs().max() < 1e-4
     assert_same_folder(tmp_path / "out", source)
+    convert(("native", tmp_path / "out_native"), ("hf", tmp_path / "back"))  # its checkpoint
+    ours, theirs = SafetensorsFolder(tmp_path / "back"), SafetensorsFolder(source)
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs)
     assert (alone - logits(folders.llama())).abs().max() < 1e-4
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,6 +220,68 @@ def test_communication_runs_beside_the_products(ranks: RankPool) -> None:
             "wait reduce_scatter_into",
         ]
     ]
+
+
+BESIDE = {"all_gather_into": "input_grad", "reduce_scatter_into": "weight_grad"}
+
+
+def watched(flags: Path, late: bool) -> tuple[set[str], list[Tensor]]:
+    """The communications inside which products of rank 0 ran, and the gradients.
+
+    Rank 0 says which it began before the product, rank 1 which it joined only afterwards, without
+    losing patience; none ends before both have joined. late: the fault, to wait where one should
+    only start; also what the gradients are without overlap.
+    """
+    group, patch, inside = Group.world(), pytest.MonkeyPatch(), set()
+
+    def communicating(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            computing, deadline = flags / BESIDE[name], time.monotonic() + (0.2 if late else 60)
+            while group.rank == 1 and not computing.exists() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if computing.exists() == (group.rank == 1):
+                inside.add(name)
+            work = start(*args)
+            if late:
+                work.wait()
+            return work
+
+        return noted
+
+    def computing(name: str, product: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            if group.rank == 0:
+                (flags / name).touch()
+            return product(*args)
+
+        return noted
+
+    linear, generator = TorchLinear(), torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=generator).requires_grad_()
+    x = torch.randn(64, 32, generator=generator).chunk(group.size)[group.rank].requires_grad_()
+    options: dict[str, Any] = {"linear": linear, "group": group, "sequence_parallel": True}
+    y = parallel_linear(x, weight, None, **options)
+    with patch.context() as p:
+        for name, product in BESIDE.items():
+            p.setattr(function, name, communicating(name, getattr(function, name)))
+            p.setattr(linear, product, computing(product, getattr(linear, product)))
+        y.sin().sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return inside, [x.grad, weight.grad]
+
+
+def test_a_trace_shows_products_inside_communications(ranks: RankPool, tmp_path: Path) -> None:
+    """And the numbers are, bit for bit, those without any overlap."""
+    found = {}
+    for late in (False, True):
+        flags = tmp_path / str(late)
+        flags.mkdir()
+        found[late] = ranks.run(watched, 2, flags, late)
+    assert [inside for inside, _ in found[False]] == [set(BESIDE)] * 2
+    assert found[True][1][0] == set()
+    for (_, ours), (_, theirs) in zip(*found.values(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_one_process_calls_the_whole_operator() -> None:
