@@ -1,0 +1,115 @@
+"""Small models of every family, on which combinations of parallelism are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from mcore_data import IndexedWriter
+from mcore_kernels import KernelConfig
+from mcore_models import MambaConfig, ModelConfig, MoEConfig
+from mcore_train.config import (
+    BatchConfig,
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+FAMILIES = ("gpt", "moe", "hybrid")
+STEPS = 3
+SAMPLES = 4
+"""Samples of a global batch; each is a micro-batch."""
+_VOCABULARY = 61  # no multiple of any degree: the vocabulary is padded
+_LENGTH = 16
+
+
+def family_config(family: str, *, tokens: Path | None = None) -> TrainConfig:
+    """Return how a small model of the family is trained in one process, in fp32 with dropout.
+
+    The families differ in whatever training might stumble over. gpt: layer norms, biases, learned
+    positions, tied embeddings. moe: experts beside dense layers, fewer key than query heads, rotary
+    positions. hybrid: Mamba-2, attention and experts with biases. `tokens` are files of short
+    documents (`write_documents`), which are packed and attend to themselves only; without them
+    every sample is one document of random tokens.
+    """
+    data = DataConfig(mock=True, seq_length=_LENGTH)
+    if tokens is not None:
+        data = DataConfig(
+            train=tokens,
+            split="8,2",
+            seq_length=_LENGTH,
+            eod_id=0,
+            mask_eod_loss=True,
+            reset_positions=True,
+            reset_attention=True,
+        )
+    return TrainConfig(
+        model=_MODELS[family],
+        steps=STEPS,
+        seed=6,
+        data=data,
+        batch=BatchConfig(global_size=SAMPLES, micro_size=1),
+        optimizer=OptimizerConfig(eps=1e-3),
+        schedule=ScheduleConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2),
+        log=LogConfig(progress=False, tensorboard=False),
+        kernels=KernelConfig(),
+        device="cpu",
+    )
+
+
+def write_documents(prefix: Path) -> Path:
+    """Write documents of 1 to 12 tokens and their ends: uneven for every number of ranks."""
+    rng = np.random.default_rng(3)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(40):
+            text = rng.integers(1, _VOCABULARY, rng.integers(1, 13))
+            writer.add_document(np.append(text, 0).astype(np.uint16))
+    return prefix
+
+
+_SHARED = ModelConfig(
+    vocab_size=_VOCABULARY,
+    hidden_size=32,
+    num_layers=4,
+    num_heads=8,
+    ffn_size=48,
+    dropout=0.1,
+    # With larger weights, experts that compete have clearly different scores.
+    init_std=0.1,
+)
+_MODELS = {
+    "gpt": dataclasses.replace(
+        _SHARED,
+        norm="layer_norm",
+        activation="gelu_tanh",
+        position="learned",
+        max_positions=_LENGTH,
+        linear_bias=True,
+        tied_embeddings=True,
+    ),
+    "moe": dataclasses.replace(
+        _SHARED,
+        num_kv_heads=1,
+        pattern=("*E", "*-", "*E", ".E"),
+        moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_size=24, aux_loss_coefficient=0.05),
+    ),
+    "hybrid": dataclasses.replace(
+        _SHARED,
+        num_kv_heads=2,
+        linear_bias=True,
+        pattern=("M-", "*E", "ME", "*-"),
+        moe=MoEConfig(
+            num_experts=4,
+            top_k=2,
+            expert_ffn_size=24,
+            normalise_top_k=False,
+            aux_loss_coefficient=0.05,
+            aux_loss_scope="micro_batch",
+        ),
+        mamba=MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=1, chunk_size=4),
+    ),
+}
