@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mcore_parallel import SGD, Group, TensorLayout, param_specs
-from mcore_parallel.config import ParallelConfig
+from mcore_parallel.config import SHARDINGS, ParallelConfig
 from mcore_parallel.data import (
     GradientBuckets,
     Hyper,
     ShardedOptimizer,
     clip_factor,
+    data_parallel,
     decay,
     flat,
     whole,
@@ -114,19 +116,32 @@ def everything(optimizer, group):
 # --- sharded ≡ unsharded ≡ one process --------------------------------------------------
 
 
-def train_layouts(combinations, dtype, device):
+# Sharding, partition and rule; each with overlap and without.
+COMBINATIONS = [
+    *itertools.product(SHARDINGS, ["flat"], ["adam"]),
+    *itertools.product(["none", "optimizer", "gradients"], ["whole"], ["rows"]),
+    *itertools.product(["optimizer"], ["flat", "whole"], ["momentum"]),
+]
+
+
+def train_layouts(combinations, replicas, dtype, device):
     results = []
-    for rule, partition, shard, overlap in combinations:
-        mesh = make_mesh(device, sharding="optimizer" if shard else "none", overlap=overlap)
-        model = Model(dtype).to(device)
-        buckets, optimizer = build(
-            model, mesh, RULES[rule], PARTITIONS[partition], hyper=decay(0.1)
-        )
-        data = batches(3, 6, dtype).to(device)
-        norms = train(model, buckets, optimizer, data, mesh.dp.rank, mesh.dp.size)
-        params = [param.detach().cpu().clone() for param in model.parameters()]
-        results.append((norms, params, everything(optimizer, mesh.world)))
-        mesh.close()
+    for sharding, partition, rule in combinations:
+        for overlap in (True, False):
+            mesh = make_mesh(device, sharding=sharding, replicas=replicas, overlap=overlap)
+            model = Model(dtype).to(device)
+            specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+            buckets = data_parallel(
+                model, specs, mesh, units=[model.first, model.last], partition=PARTITIONS[partition]
+            )
+            optimizer = ShardedOptimizer(buckets, RULES[rule], hyper=decay(0.1))
+            data = batches(3, 12, dtype).to(device)
+            norms = train(model, buckets, optimizer, data, mesh.dp.rank, mesh.dp.size)
+            params = [param.detach() for param in model.parameters()]
+            params = [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in params]
+            params = [param.to(dtype).cpu() for param in params]
+            results.append((norms, params, everything(optimizer, mesh.world)))
+            mesh.close()
     return results
 
 
@@ -136,7 +151,7 @@ def alone(rule, dtype, device):
     masters = {name: param.detach().float() for name, param in model.named_parameters()}
     states = {name: RULES[rule].init(value) for name, value in masters.items()}
     norms = []
-    for step, micro_batches in enumerate(batches(3, 6, dtype).to(device), start=1):
+    for step, micro_batches in enumerate(batches(3, 12, dtype).to(device), start=1):
         sums = {name: torch.zeros_like(value) for name, value in masters.items()}
         for x in micro_batches:
             model.zero_grad()
@@ -161,50 +176,42 @@ def alone(rule, dtype, device):
     return norms, [param.detach().cpu() for param in model.parameters()], found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_layout_equals_one_process(ranks, world, dtype):
-    """Sharded ≡ unsharded ≡ one process; with overlap ≡ without, bitwise."""
-    compare_layouts(ranks, world, dtype, "cpu")
+@pytest.mark.parametrize(
+    ("world", "replicas", "dtype"),
+    [(1, 1, torch.bfloat16), (3, 1, torch.float32), (4, 2, torch.bfloat16)],
+)
+def test_every_layout_equals_one_process(ranks, world, replicas, dtype):
+    """Every level of sharding ≡ one process; with overlap ≡ without, bitwise."""
+    compare_layouts(ranks, world, replicas, dtype, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpus_equal_one_process(ranks, dtype):
-    compare_layouts(ranks, min(4, torch.cuda.device_count()), dtype, "cuda")
+    world = min(4, torch.cuda.device_count())
+    compare_layouts(ranks, world, 2 if world == 4 else 1, dtype, "cuda")
 
 
-def compare_layouts(ranks, world, dtype, device):
-    combinations = [
-        (rule, partition, shard, overlap)
-        for rule, partition, shard, overlap in itertools.product(
-            RULES, PARTITIONS, (True, False), (True, False)
-        )
-        if (rule != "rows" or partition == "whole")
-        and (dtype == torch.float32 or rule in ("momentum", "adam"))
-    ]
-    by_rank = ranks.run(train_layouts, world, combinations, dtype, device, device=device)
-    for i, (rule, *_, overlap) in enumerate(combinations):
+def compare_layouts(ranks, world, replicas, dtype, device):
+    combinations = [row for row in COMBINATIONS if replicas == 1 or row[0] != "none"]
+    by_rank = ranks.run(train_layouts, world, combinations, replicas, dtype, device, device=device)
+    # bf16 parameters can differ by one rounding after fp32 masters that differ in the last bit.
+    rough = {"rtol": 2e-5, "atol": 2e-6}
+    if dtype == torch.bfloat16:
+        rough = {"rtol": 1e-2, "atol": 1e-3}
+    for i, (_, _, rule) in enumerate(combinations):
         norms, params, state = alone(rule, dtype, device)
-        # bf16 parameters can differ by one rounding after fp32 masters that differ in the last bit.
-        rough = (
-            {"rtol": 1e-2, "atol": 1e-3}
-            if dtype == torch.bfloat16
-            else {"rtol": 2e-5, "atol": 2e-6}
-        )
         for rank in range(world):
-            found_norms, found_params, found_state = by_rank[rank][i]
-            assert found_norms == by_rank[0][i][0]
-            assert found_norms == pytest.approx(norms, rel=rough["rtol"] / 10)
-            torch.testing.assert_close(found_params, params, **rough)
-            assert all(a.equal(b) for a, b in zip(found_params, by_rank[0][i][1], strict=True))
-            if rank == 0:
-                torch.testing.assert_close(found_state, state, **rough)
-            if overlap:  # the combination after it is the same without
-                again = by_rank[rank][i + 1]
-                assert all(a.equal(b) for a, b in zip(found_params, again[1], strict=True))
-                assert found_norms == again[0]
+            on, off = by_rank[rank][2 * i : 2 * i + 2]
+            assert on[0] == off[0] == by_rank[0][2 * i][0]
+            assert on[0] == pytest.approx(norms, rel=rough["rtol"] / 10)
+            torch.testing.assert_close(on[1], params, **rough)
+            for found, also in zip(on[1], off[1], strict=True):
+                assert found.equal(also)
+            for found, also in zip(on[1], by_rank[0][2 * i][1], strict=True):
+                assert found.equal(also)
+        torch.testing.assert_close(by_rank[0][2 * i][2], state, **rough)
 
 
 def test_the_norm_and_clipping_are_those_of_torch():

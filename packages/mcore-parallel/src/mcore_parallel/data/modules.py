@@ -166,17 +166,19 @@ class _Cutter:
 def device_mesh(shard: Group, copies: Group, mesh: ParallelMesh) -> DeviceMesh:
     """Return torch's view of the ranks that hold a share each, times those that hold the same."""
     kind = mesh.device.type
+    # torch takes meshes of one shape and equal names for one mesh and looks up what it knows of the
+    # first, which may be closed by now: so these are the names of the groups.
     if copies.size == 1:
-        return DeviceMesh.from_group(shard.process_group, kind, mesh_dim_names=("shard",))
+        group = shard.process_group
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=(group.group_name,))
     ranks = mesh.world.ranks
     table = [
         [ranks[ranks.index(a) + ranks.index(b) - mesh.rank] for b in shard.ranks]
         for a in copies.ranks
     ]
     groups = [copies.process_group, shard.process_group]
-    return DeviceMesh.from_group(
-        groups, kind, torch.tensor(table), mesh_dim_names=("copies", "shard")
-    )
+    names = tuple(group.group_name for group in groups)
+    return DeviceMesh.from_group(groups, kind, torch.tensor(table), mesh_dim_names=names)
 
 
 def _dim_to_cut(param: nn.Parameter, spec: ParamSpec, size: int) -> int:
