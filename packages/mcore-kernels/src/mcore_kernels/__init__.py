@@ -6,6 +6,8 @@ from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.cross_entropy.head import HeadLoss, fused_head_log_probs, fused_head_loss
 from mcore_kernels.ops.cross_entropy.loss import LossTerms, VocabLoss, VocabShard, vocab_loss
+from mcore_kernels.ops.moe_permute.assignment import Assignment, limit_capacity
+from mcore_kernels.ops.moe_route.rule import RoutingRule, jitter, sinkhorn
 from mcore_kernels.ops.rope.angles import rope_cos_sin
 from mcore_kernels.ops.rope.scaling import (
     LinearScaling,
@@ -21,9 +23,12 @@ from mcore_kernels.protocols import (
     CausalConv1dOp,
     GeluOp,
     GluOp,
+    GroupedLinearOp,
     L2NormOp,
     LayerNormOp,
     LinearOp,
+    MoePermuteOp,
+    MoeRouteOp,
     RmsNormOp,
     RopeOp,
     SsdScanOp,
@@ -38,10 +43,12 @@ __all__ = [
     "OPERATORS",
     "ActivationOp",
     "AddRmsNormOp",
+    "Assignment",
     "AttentionOp",
     "CausalConv1dOp",
     "GeluOp",
     "GluOp",
+    "GroupedLinearOp",
     "HeadLoss",
     "Implementation",
     "KernelConfig",
@@ -53,11 +60,14 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "LossTerms",
+    "MoePermuteOp",
+    "MoeRouteOp",
     "Operator",
     "Resolved",
     "RmsNormOp",
     "RopeOp",
     "RopeScaling",
+    "RoutingRule",
     "Row",
     "SsdScanOp",
     "SwigluOp",
@@ -70,7 +80,10 @@ __all__ = [
     "explain",
     "fused_head_log_probs",
     "fused_head_loss",
+    "jitter",
+    "limit_capacity",
     "resolve",
     "rope_cos_sin",
+    "sinkhorn",
     "vocab_loss",
 ]

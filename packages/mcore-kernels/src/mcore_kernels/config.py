@@ -33,6 +33,9 @@ class KernelConfig:
     rope: str = AUTO
     attention: str = AUTO
     cross_entropy: str = AUTO
+    moe_route: str = AUTO
+    moe_permute: str = AUTO
+    grouped_linear: str = AUTO
     causal_conv1d: str = AUTO
     ssd_scan: str = AUTO
 

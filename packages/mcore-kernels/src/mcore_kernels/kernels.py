@@ -15,9 +15,12 @@ from mcore_kernels.protocols import (
     CausalConv1dOp,
     GeluOp,
     GluOp,
+    GroupedLinearOp,
     L2NormOp,
     LayerNormOp,
     LinearOp,
+    MoePermuteOp,
+    MoeRouteOp,
     RmsNormOp,
     RopeOp,
     SsdScanOp,
@@ -53,6 +56,9 @@ class Kernels:
     rope: RopeOp = field(init=False, compare=False)
     attention: AttentionOp = field(init=False, compare=False)
     cross_entropy: VocabLossOp = field(init=False, compare=False)
+    moe_route: MoeRouteOp = field(init=False, compare=False)
+    moe_permute: MoePermuteOp = field(init=False, compare=False)
+    grouped_linear: GroupedLinearOp = field(init=False, compare=False)
     causal_conv1d: CausalConv1dOp = field(init=False, compare=False)
     ssd_scan: SsdScanOp = field(init=False, compare=False)
 

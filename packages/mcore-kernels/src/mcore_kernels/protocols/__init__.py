@@ -2,8 +2,9 @@
 
 Shapes: T tokens, H hidden, F feed-forward, I/O input and output features, N segments, Q query
 heads, K kv heads, D head size of queries and keys, Dv of values, R rotary size, V columns of a
-vocabulary shard; C channels, W taps of a convolution, h heads of size P with a state of size S, G
-groups of heads. "…" is any leading shape. Every size but H, D, R, W, G and h may be 0.
+vocabulary shard; E experts, k chosen for a token; C channels, W taps of a convolution, h heads of
+size P with a state of size S, G groups of heads. "…" is any leading shape. Every size but H, D, R,
+W, E, k, G and h may be 0.
 
 Dtypes: the accumulation dtype is float32, or float64 when the input is float64. Operators
 compute in it and round once, at the end, to the dtype of their first argument.
@@ -24,6 +25,7 @@ from mcore_kernels.protocols.dense import (
 )
 from mcore_kernels.protocols.dtypes import accumulation_dtype, rounded
 from mcore_kernels.protocols.loss import VocabLossOp
+from mcore_kernels.protocols.moe import GroupedLinearOp, MoePermuteOp, MoeRouteOp
 from mcore_kernels.protocols.state_space import CausalConv1dOp, SsdScanOp
 
 __all__ = [
@@ -33,9 +35,12 @@ __all__ = [
     "CausalConv1dOp",
     "GeluOp",
     "GluOp",
+    "GroupedLinearOp",
     "L2NormOp",
     "LayerNormOp",
     "LinearOp",
+    "MoePermuteOp",
+    "MoeRouteOp",
     "RmsNormOp",
     "RopeOp",
     "SsdScanOp",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.testing import dense, state_space
+from mcore_kernels.testing import dense, moe, state_space
 from mcore_kernels.testing.case import Case, Make, ends, scattered, slice_of_rows, with_nan
 
 
@@ -162,6 +162,9 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "rope": _rope,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
+    "moe_route": moe.moe_route,
+    "moe_permute": moe.moe_permute,
+    "grouped_linear": moe.grouped_linear,
     "causal_conv1d": state_space.causal_conv1d,
     "ssd_scan": state_space.ssd_scan,
 }

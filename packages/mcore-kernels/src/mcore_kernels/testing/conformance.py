@@ -13,10 +13,17 @@ from mcore_kernels.ops import OPERATORS
 from mcore_kernels.protocols import accumulation_dtype
 from mcore_kernels.registry import implementation_named, operator_named, resolve
 from mcore_kernels.target import Target
-from mcore_kernels.testing import methods, spec
+from mcore_kernels.testing import methods, moe, spec
 from mcore_kernels.testing.case import Case
 from mcore_kernels.testing.cases import cases
 from mcore_kernels.testing.compare import assert_close
+
+_COMPARISONS: Mapping[str, Callable[[Any, dict[str, Any], dict[str, Any], str], None]] = {
+    "cross_entropy": methods.compare_vocab_loss,
+    "moe_route": moe.compare_route,
+    "moe_permute": moe.compare_permute,
+}
+"""Operators that are more than one differentiable call."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,8 +88,8 @@ def _compare(  # noqa: PLR0917 -- one internal caller
 ) -> None:
     arguments = _cast(case, dtype, device)
     wide = {name: _widened(value) for name, value in arguments.items()}
-    if op == "cross_entropy":
-        methods.compare_vocab_loss(resolved, arguments, wide, label)
+    if op in _COMPARISONS:
+        _COMPARISONS[op](resolved, arguments, wide, label)
         return
     results = _run(resolved, arguments, case)
     expected = _run(getattr(spec, op), wide, case)
@@ -105,6 +112,8 @@ def _compare(  # noqa: PLR0917 -- one internal caller
         )  # fmt: skip
     if op == "linear":
         methods.compare_linear(resolved, arguments, wide, label)
+    if op == "grouped_linear":
+        moe.compare_grouped_products(resolved, arguments, wide, label)
     if op == "rope" and not case.expanded:
         methods.compare_rope_inplace(resolved, arguments, label)
     if op == "attention" and case.grads:

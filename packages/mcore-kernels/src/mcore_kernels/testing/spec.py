@@ -7,7 +7,7 @@ references too) are compared with. Shapes as in `mcore_kernels.protocols`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -175,6 +175,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, on_target: float, on_all: f
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     loss = -on_target * log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
     return loss - on_all * log_p.sum(-1) if on_all else loss  # 0 · inf is NaN
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    """Row by row, with the weight of the row's expert."""
+    numbers = counts.tolist() if isinstance(counts, Tensor) else counts
+    expert = [i for i, count in enumerate(numbers) for _ in range(count)]
+    return torch.einsum("ri,roi->ro", x, weight[expert])
 
 
 def causal_conv1d(

@@ -1,0 +1,50 @@
+"""The grouped linear operator from torch's own grouped matrix product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_kernels.ops.grouped_linear.base import Counts, offsets
+from mcore_kernels.ops.grouped_linear.reference import ReferenceGroupedLinear
+from mcore_kernels.ops.linear.mixed import MixedLinear
+
+
+class NativeGroupedLinear(ReferenceGroupedLinear):
+    """`mcore_kernels.protocols.GroupedLinearOp` on Hopper and later, for bfloat16.
+
+    Torch's kernel rounds the weight gradient to 16 bits before it could be added to a float32
+    buffer, so that this product is taken expert by expert, which reads counts back. Sizes that
+    are no multiple of 8 (16 bytes, as its loads need) are served expert by expert too.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """See `GroupedLinearOp`."""
+        if not _served(x, weight):
+            return super().forward(x, weight, counts)
+        with torch.no_grad():
+            ends = offsets(counts, x.device)
+            return torch._grouped_mm(_lying(x), _lying(weight).transpose(1, 2), offs=ends)
+
+    def input_grad(self, dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """See `GroupedLinearOp`."""
+        if not _served(dy, weight):
+            return super().input_grad(dy, weight, counts)
+        with torch.no_grad():
+            return torch._grouped_mm(_lying(dy), _lying(weight), offs=offsets(counts, dy.device))
+
+
+def _served(x: Tensor, weight: Tensor) -> bool:
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return aligned and x.shape[0] > 0 and weight.numel() > 0 and x.dtype == torch.bfloat16
+
+
+def _lying(x: Tensor) -> Tensor:
+    fits = x.stride(-1) == 1 and not any(
+        step % 8 for step in (x.storage_offset(), *x.stride()[:-1])
+    )
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+GROUPED = NativeGroupedLinear(MixedLinear())
+"""The operator; it holds no state."""
