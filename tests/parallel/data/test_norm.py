@@ -8,7 +8,13 @@ from torch import nn
 
 from mcore_parallel import SGD, TensorLayout
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.data import GradientBuckets, ShardedOptimizer, clip_factor
+from mcore_parallel.data import (
+    GradientBuckets,
+    ShardedOptimizer,
+    clip_factor,
+    data_parallel,
+    main_grad,
+)
 from mcore_parallel.layout import Box, check_tiling, gather_all, gather_layouts
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.spec import GradSync, Init, ParamSpec
@@ -84,7 +90,7 @@ def split_norm(changes):
     buckets = GradientBuckets(params, specs, mesh)
     optimizer = ShardedOptimizer(buckets, SGD())
     for name, param in params.items():
-        for fragment, view in specs[name].layout.views(param.main_grad):
+        for fragment, view in specs[name].layout.views(main_grad(param)):
             start = sum(fragment.box.start) + 1
             view.copy_(
                 torch.arange(start, start + view.numel()).view(view.shape) * (1 + mesh.dp.rank)
@@ -98,46 +104,79 @@ def split_norm(changes):
     return norm, float(whole)
 
 
-@pytest.mark.parametrize("shard", [True, False])
-@pytest.mark.parametrize("changes", [{"tp": 1}, {"tp": 2}, {"tp": 4}, {"cp": 2, "dp": 2}])
-def test_the_norm_is_that_of_the_gathered_gradient(ranks, changes, shard):
-    results = ranks.run(split_norm, 4, changes | {"sharding": "optimizer" if shard else "none"})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp": 1, "sharding": "none"},
+        {"tp": 1, "sharding": "gradients", "replicas": 2},
+        {"tp": 2, "sharding": "optimizer"},
+        {"tp": 2, "sharding": "gradients"},
+        {"tp": 4, "sharding": "optimizer"},
+        {"cp": 2, "dp": 2, "sharding": "optimizer", "replicas": 2},
+    ],
+)
+def test_the_norm_is_that_of_the_gathered_gradient(ranks, changes):
+    results = ranks.run(split_norm, 4, changes)
     assert len({norm for norm, _ in results}) == 1
     assert results[0][0] == pytest.approx(results[0][1], rel=1e-6)
 
 
-def find_bad(kind):
-    mesh = make_mesh(pp=2)
-    name = f"layers.{mesh.pp.rank}.w"
+class Given(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(100)))
+
+    def forward(self, grads):
+        pairs = zip(self.parameters(), grads, strict=True)
+        return torch.stack([(param * grad).sum() for param, grad in pairs]).sum()
+
+
+def find_bad(kind, sharding):
+    mesh = make_mesh(pp=2, sharding=sharding)
+    names = [f"w{i}" for i in range(3)]
     specs = {
-        f"{name}{i}": ParamSpec(layout=TensorLayout.whole(f"{name}{i}", (100,)), init=ZEROS)
-        for i in range(3)
+        name: ParamSpec(
+            layout=TensorLayout.whole(f"layers.{mesh.pp.rank}.{name}", (100,)), init=ZEROS
+        )
+        for name in names
     }
-    params = {name: nn.Parameter(torch.zeros(100)) for name in specs}
-    buckets = GradientBuckets(params, specs, mesh)
+    model = Given(names)
+    buckets = data_parallel(model, specs, mesh)
     optimizer = ShardedOptimizer(buckets, SGD())
-    if kind is not None:
-        if mesh.world.rank == 3:
-            params[f"{name}1"].main_grad[70:73] = kind
-            params[f"{name}2"].main_grad[0] = kind
-        if mesh.world.rank == 2:
-            params[f"{name}2"].main_grad[1] = kind
+    grads = torch.zeros(3, 100)
+    if kind is not None and mesh.world.rank == 3:
+        grads[1, 70:73] = kind
+        grads[2, 0] = kind
+    if kind is not None and mesh.world.rank == 2:
+        grads[2, 1] = kind
+    buckets.zero()
+    model(grads).backward()
     buckets.finish()
     return optimizer.grad_norm(), optimizer.find_nonfinite()
 
 
-@pytest.mark.parametrize("kind", [math.nan, math.inf, -math.inf])
-def test_the_first_tensor_that_is_not_finite_is_named_on_all_ranks(ranks, kind):
-    results = ranks.run(find_bad, 4, kind)
+@pytest.mark.parametrize(
+    ("kind", "sharding", "place"),
+    [
+        (math.nan, "none", "3 of 100 values on rank 2"),  # whole on both ranks of the stage
+        (math.inf, "optimizer", "3 of 36 values on rank 3"),  # from element 64 of a bucket of 128
+        (math.nan, "gradients", "3 of 36 values on rank 3"),
+        (-math.inf, "parameters", "3 of 50 values on rank 3"),
+    ],
+)
+def test_the_first_tensor_that_is_not_finite_is_named_on_all_ranks(ranks, kind, sharding, place):
+    results = ranks.run(find_bad, 4, kind, sharding)
     assert not any(math.isfinite(norm) for norm, _ in results)
     (found,) = {bad for _, bad in results}
-    # Rank 2 owns elements 0 to 63 of one bucket of 128, rank 3 the rest.
-    assert (found.name, found.rank, found.count) == ("layers.1.w1", 3, 3)
-    assert str(found) == "layers.1.w1: 3 of 36 values on rank 3 not finite"
+    assert (found.name, found.count) == ("layers.1.w1", 3)
+    assert str(found) == f"layers.1.w1: {place} not finite"
 
 
 def test_nothing_is_named_when_all_is_finite(ranks):
-    assert ranks.run(find_bad, 4, None) == [(0.0, None)] * 4
+    assert ranks.run(find_bad, 4, None, "optimizer") == [(0.0, None)] * 4
 
 
 def test_clip_factor():
