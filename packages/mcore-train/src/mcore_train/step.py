@@ -196,7 +196,8 @@ class Step:
     def _not_finite(self, loss: float, norm: float) -> str:
         found = self.session.optimizer.find_nonfinite()
         where = "no gradient alone is" if found is None else f"the first such gradient is {found}"
-        return f"loss {loss} and gradient norm {norm} are not both finite: {where}"
+        update = self.session.optimizer.step_count + 1
+        return f"update {update}: loss {loss} and gradient norm {norm} are not both finite: {where}"
 
 
 def evaluate(session: Session, name: str = "validation") -> float:
