@@ -13,6 +13,8 @@ from mcore_data import (
     tokenise_conversation,
 )
 from mcore_data.cli import main
+from mcore_data.indexed import merge
+from mcore_data.preprocessing import resume, sources
 
 BYTE = ByteTokenizer()
 CHATML = (
@@ -139,6 +141,8 @@ def test_command(tmp_path, chats, capsys):
     shown = json.loads(capsys.readouterr().out)
     answer = [t for t, m in zip(shown["labels"], shown["loss_mask"], strict=True) if m]
     assert bytes(answer[:6]) == b"answer"
+    assert main([*chat, "--resume", "--partition", "1/1"]) == 0
+    capsys.readouterr()
     for more, message in (
         (["--append-eod"], "--append-eod does not go with --chat"),
         (["--split-sentences"], "--split-sentences does not go with --chat"),
@@ -148,3 +152,65 @@ def test_command(tmp_path, chats, capsys):
         assert message in capsys.readouterr().err
     assert main([*command, "--learn", "all"]) == 2
     assert "--learn needs --chat" in capsys.readouterr().err
+
+
+TOOLS = "{% for t in tools or [] %}<s>tool {{ t.name }}</s>{% endfor %}" + CHATML
+
+
+def test_tools_are_told_to_the_template(tmp_path):
+    template = ChatTemplate(TOOLS, tokens={"<s>": 1, "</s>": 2})
+    tools = [{"name": "add</s>"}]
+    assert learned(turns("q", "a"), template, tools=tools) == ["a>"]
+    made = tokenise_conversation(turns("q", "a"), template, BYTE, tools=tools)
+    assert bytes(t for t in made.tokens.tolist() if t > 2)[:12] == b"tool add</s>"
+    rows = [
+        {"messages": turns("q", "a"), "tools": tools},
+        {"messages": turns("q", "a"), "tools": 3},
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = preprocess_chat([path], template=template, tokenizer=BYTE, output=tmp_path / "c")
+    assert IndexedReader(tmp_path / "c").document(0).tolist() == made.tokens.tolist()
+    assert report.bad_lines == (f"{path}:2: 'tools' is no list",)
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    """As with texts: the same files to the byte, and parts for several machines."""
+    monkeypatch.setattr(sources, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(resume, "PART_TASKS", 2)
+    path = tmp_path / "x.jsonl"
+    rows = [{"messages": turns(f"question {i} " * 5, f"answer {i}")} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "nonsense\n")
+    options = {"template": TEMPLATE, "tokenizer": BYTE}
+    whole = preprocess_chat([path], output=tmp_path / "whole", **options)
+    written = resume._commit
+    commits = []
+
+    def stop(path, state):
+        written(path, state)
+        commits.append(path)
+        if len(commits) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "_commit", stop)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess_chat([path], output=tmp_path / "c", resume=True, **options)
+    assert not (tmp_path / "c.idx").exists()
+    with pytest.raises(ValueError, match="left from a run with other inputs, tokenizer or options"):
+        preprocess_chat([path], output=tmp_path / "c", resume=True, learn="last", **options)
+    other = {**options, "template": ChatTemplate(CHATML + "\n", tokens=TEMPLATE.tokens)}
+    with pytest.raises(ValueError, match="left from a run with other inputs, tokenizer or options"):
+        preprocess_chat([path], output=tmp_path / "c", resume=True, **other)
+    report = preprocess_chat([path], output=tmp_path / "c", resume=True, **options)
+    assert len(commits) == 2
+    assert (report.documents, report.tokens) == (whole.documents, whole.tokens)
+    assert report.bad_lines == whole.bad_lines
+    parts = [tmp_path / f"p{i}" for i in range(3)]
+    for i, part in enumerate(parts):
+        preprocess_chat([path], output=part, partition=(i, 3), **options)
+    merge(parts, tmp_path / "merged")
+    for suffix in (".bin", ".idx"):
+        raw = (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"c{suffix}").read_bytes() == raw
+        assert len((tmp_path / f"merged{suffix}").read_bytes()) == len(raw)

@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_data import ByteTokenizer, IndexedReader, Tokenizer, load_tokenizer, preprocess
+from mcore_data import (
+    ByteTokenizer,
+    IndexedReader,
+    NullTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    preprocess,
+)
 from mcore_data.preprocessing.sources import expand_inputs
 
 
@@ -285,3 +292,21 @@ def test_a_single_path_is_not_taken_for_its_characters(tmp_path):
         preprocess(single, tokenizer=BYTE, output=tmp_path / "c")
         assert documents(tmp_path / "c") == ["text"]
     assert Path(f"{tmp_path}/c.idx").exists()
+
+
+def test_what_the_tokenizer_refuses_is_a_bad_document(tmp_path):
+    """The others of its task are whole."""
+    path = lines(tmp_path / "x.jsonl", {"text": "1 2"}, {"text": "1 x"}, {"text": "3"})
+    report = preprocess([path], tokenizer=NullTokenizer(10), output=tmp_path / "c")
+    assert [t.tolist() for t in IndexedReader(tmp_path / "c")] == [[1, 2], [3]]
+    assert report.bad_lines == (f"{path}:2: 'x' at character 2 is no id from 0 to 9",)
+
+
+def test_a_document_too_long_for_the_format_is_bad(tmp_path, monkeypatch):
+    """The limit is 2**31 - 1 tokens; here 9, to have such a document at all."""
+    monkeypatch.setattr("mcore_data.preprocessing.encode.MAX_LENGTH", 9)
+    path = lines(tmp_path / "x.jsonl", {"text": "123456789"}, {"text": "1234567890"})
+    report = preprocess([path], tokenizer=BYTE, output=tmp_path / "c")
+    assert report.bad_lines == (f"{path}:2: a document of 10 tokens, the format holds 9",)
+    with pytest.raises(ValueError, match=r"x.jsonl:1: a document of 10 tokens, the format holds 9"):
+        preprocess([path], tokenizer=BYTE, output=tmp_path / "c", strict=True, append_eod=True)
