@@ -17,6 +17,7 @@ from mcore_models import (
     TokenBatch,
     TokenContext,
     build_model,
+    check_layout,
     count_parameters,
     gpt2,
     llama,
@@ -90,19 +91,39 @@ def test_a_gpt2_dress_has_experts_with_biases() -> None:
     }
 
 
+EVERYTHING = changed(
+    router_bias=True, correction_rate=0.1, aux_loss_scope="global", latent_size=4,
+    shared_ffn_size=12, shared_gate=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [CONFIG, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=4,ep=4,etp=1", "tp=2,dp=3,ep=2,etp=3"])
-def test_the_ranks_together_hold_every_tensor(layout: str) -> None:
+def test_the_ranks_together_hold_every_tensor(layout: str, config: ModelConfig) -> None:
+    """And as many parameters as are counted, to which what is not trained does not belong."""
     parallel = ParallelConfig.parse(layout)
-    config, world = replace(CONFIG, vocab_size=30), parallel.model_size * (parallel.dp or 1)
-    layouts = []
+    config, world = replace(config, vocab_size=30), parallel.model_size * (parallel.dp or 1)
+    layouts, untrained = [], set()
     for rank in range(world):
         mesh = ParallelMesh.arithmetic(parallel, world_size=world, rank=rank)
-        for spec in build_model(config, mesh, device="meta").specs().values():
+        model = build_model(config, mesh, device="meta")
+        untrained |= {n for n, p in model.named_parameters() if not p.requires_grad}
+        for spec in model.specs().values():
             copies = mesh.edp if spec.expert else mesh.dp_cp
             layouts.append(spec.layout.replicated(copies.rank, copies.size))
     check_tiling(layouts)
     sizes = {f.name: math.prod(f.global_shape) for layout in layouts for f in layout.fragments}
-    assert sum(sizes.values()) == count_parameters(config).total
+    assert untrained == {name for name in sizes if name.endswith((".correction", ".load"))}
+    trained = sum(size for name, size in sizes.items() if name not in untrained)
+    counted = count_parameters(config)
+    assert trained == counted.total
+    idle = [size // E * (E - K) for name, size in sizes.items() if ".experts." in name]
+    assert counted.active == counted.total - sum(idle)
+
+
+def test_shared_experts_are_cut_over_tp() -> None:
+    with pytest.raises(ValueError, match=r"moe.shared_ffn_size=9 cannot be cut over tp=2: use tp="):
+        check_layout(changed(shared_ffn_size=9), ParallelConfig(tp=2, dp=1))
 
 
 def views(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
