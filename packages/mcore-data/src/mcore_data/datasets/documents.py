@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mcore_data.datasets.gpt_index import as_numbers
 from mcore_data.datasets.sample import Sample
 from mcore_data.indexed import IndexedReader
 
@@ -71,7 +72,7 @@ class DocumentDataset:
         self.reader = reader
         self.max_length = max_length
         count = reader.num_documents
-        chosen = np.asarray(range(count) if documents is None else documents, np.int64)
+        chosen = as_numbers(range(count) if documents is None else documents, np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= count):
             raise ValueError(
                 f"{reader.prefix}: documents {chosen.min()} to {chosen.max()} asked for, it has "

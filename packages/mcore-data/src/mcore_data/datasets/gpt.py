@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcore_data.datasets.cache import cached_arrays, content_key
-from mcore_data.datasets.gpt_index import GPTIndex, build_gpt_index
+from mcore_data.datasets.gpt_index import GPTIndex, as_numbers, build_gpt_index
 from mcore_data.datasets.sample import Sample, segment_bounds, segment_positions
 from mcore_data.datasets.splits import document_ranges
 from mcore_data.indexed import IndexedReader
@@ -105,7 +105,8 @@ class GPTDataset:
         cache_dir: str | Path | None,
     ) -> GPTIndex:
         count = len(self.reader)
-        chosen = np.asarray(range(count) if documents is None else documents, np.int32)
+        which = range(count) if documents is None else documents
+        chosen = as_numbers(which, np.int32)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= count):
             raise ValueError(
                 f"{self.reader.prefix}: documents {chosen.min()} to {chosen.max()} asked for, "
@@ -123,7 +124,7 @@ class GPTDataset:
             try:
                 index = build_gpt_index(
                     self.reader.lengths,
-                    chosen,
+                    which if isinstance(which, range) else chosen,
                     seq_length=self.seq_length,
                     num_samples=num_samples,
                     seed=seed,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcore_data.datasets.cache import cached_arrays, content_key
+from mcore_data.datasets.gpt_index import as_numbers
 from mcore_data.indexed import IndexedReader
 from mcore_data.sampler import shuffled_order
 
@@ -108,7 +109,7 @@ class SentenceSource:
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}, the least is 1")
         count = reader.num_documents
-        chosen = np.asarray(range(count) if documents is None else documents, np.int64)
+        chosen = as_numbers(range(count) if documents is None else documents, np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= count):
             raise ValueError(
                 f"{reader.prefix}: documents {chosen.min()} to {chosen.max()} asked for, it has "
