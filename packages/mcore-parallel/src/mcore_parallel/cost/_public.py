@@ -1,11 +1,6 @@
 """The public names of the package, in one place; `mcore_parallel.cost` passes them on lazily."""
 
-from mcore_parallel.cost.estimate import Estimate, Planner, check_fit, estimate
-from mcore_parallel.cost.machine import MACHINES, Link, Machine, Rate, machine
-from mcore_parallel.cost.memory import Memory
-from mcore_parallel.cost.published import Point, points
-from mcore_parallel.cost.rank import Ranking, layouts, rank
-from mcore_parallel.cost.shape import (
+from mcore_parallel.cost.architecture import (
     AttentionShape,
     Counts,
     ExpertsShape,
@@ -16,6 +11,11 @@ from mcore_parallel.cost.shape import (
     Part,
     count_layer,
 )
+from mcore_parallel.cost.machines import MACHINES, Link, Machine, Rate, machine
+from mcore_parallel.cost.memory import Memory
+from mcore_parallel.cost.planner import Estimate, Planner, check_fit, estimate
+from mcore_parallel.cost.published import Point, points
+from mcore_parallel.cost.ranking import Ranking, layouts, rank
 from mcore_parallel.cost.shapes import SHAPES, shape
 from mcore_parallel.cost.work import Precision, Runtime, Workload
 

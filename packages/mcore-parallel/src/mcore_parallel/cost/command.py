@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_parallel.cost.estimate import Estimate
+    from mcore_parallel.cost.planner import Estimate
     from mcore_parallel.cost.work import Workload
 
 _NAMES = {
@@ -76,8 +76,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def run_cost(args: argparse.Namespace) -> dict[str, Any]:
     """Return what `mcore-parallel cost` found, ready for JSON."""
     from mcore_parallel.config import ParallelConfig
-    from mcore_parallel.cost.estimate import Planner
-    from mcore_parallel.cost.rank import rank
+    from mcore_parallel.cost.planner import Planner
+    from mcore_parallel.cost.ranking import rank
 
     if args.published:
         return {"published": _published()}
@@ -104,8 +104,8 @@ def run_cost(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_scaling(args: argparse.Namespace) -> dict[str, Any]:
     """Return what `mcore-parallel scaling` found, ready for JSON, and draw it."""
-    from mcore_parallel.cost.estimate import Planner
-    from mcore_parallel.cost.rank import rank
+    from mcore_parallel.cost.planner import Planner
+    from mcore_parallel.cost.ranking import rank
 
     if args.model is None:
         raise ValueError("scaling needs --model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_parallel.axes import AxisView
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.cost.layer import Passes
-from mcore_parallel.cost.machine import Machine, Reach
+from mcore_parallel.cost.machines import Machine, Reach
 from mcore_parallel.cost.memory import Held, shards
 from mcore_parallel.cost.place import reach
 from mcore_parallel.cost.work import Workload

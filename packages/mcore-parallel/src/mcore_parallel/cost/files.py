@@ -20,8 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mcore_parallel.cost.machine import Link, Machine, Rate, machine
-from mcore_parallel.cost.shape import (
+from mcore_parallel.cost.architecture import (
     AttentionShape,
     ExpertsShape,
     LayerShape,
@@ -29,6 +28,7 @@ from mcore_parallel.cost.shape import (
     MLPShape,
     ModelShape,
 )
+from mcore_parallel.cost.machines import Link, Machine, Rate, machine
 from mcore_parallel.cost.shapes import shape
 
 _KINDS = {

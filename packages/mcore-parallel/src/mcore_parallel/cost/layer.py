@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mcore_parallel.context.kinds import ContextKind
-from mcore_parallel.cost.machine import Machine
-from mcore_parallel.cost.place import Place
-from mcore_parallel.cost.shape import (
+from mcore_parallel.cost.architecture import (
     AttentionShape,
     ExpertsShape,
     LayerShape,
@@ -19,6 +17,8 @@ from mcore_parallel.cost.shape import (
     MLPShape,
     Product,
 )
+from mcore_parallel.cost.machines import Machine
+from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Runtime, Workload
 
 _BF16 = 2.0
@@ -363,7 +363,9 @@ def _kept(part: object, hidden: int, place: Place, work: Workload) -> float:
         keys = part.kv_width / min(tp, part.kv_heads)
         if not (light and part.kv_rank):
             kept += tokens * (heads * part.head_size + keys) * _BF16
-        kept += tokens * heads * (part.values * _BF16 + 4)  # output and log-sum-exp
+        kept += tokens * heads * part.values * _BF16
+        if runtime.fused_attention:  # log-sum-exp
+            kept += tokens * heads * 4
         kept += tokens * (part.q_rank + part.kv_rank) * _BF16
         if not runtime.fused_attention and work.recompute == "none":
             pairs = place.micro_batch * place.seq_length**2 / place.cp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_parallel.axes import AxisView
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.machine import Machine, Reach
+from mcore_parallel.cost.machines import Machine, Reach
 from mcore_parallel.cost.work import Workload
 
 

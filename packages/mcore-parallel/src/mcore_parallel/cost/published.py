@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.estimate import Estimate, estimate
-from mcore_parallel.cost.machine import machine
-from mcore_parallel.cost.shape import ModelShape
+from mcore_parallel.cost.architecture import ModelShape
+from mcore_parallel.cost.machines import machine
+from mcore_parallel.cost.planner import Estimate, estimate
 from mcore_parallel.cost.shapes import deepseek_v3_shape, mixtral_shape, shape
 from mcore_parallel.cost.work import Precision, Runtime, Workload
 

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from mcore_parallel.cost.shape import (
+from mcore_parallel.cost.architecture import (
     AttentionShape,
     ExpertsShape,
     LayerShape,

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeAlias
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
+from mcore_parallel.cost.architecture import LayerShape, ModelShape
 from mcore_parallel.cost.layer import LayerCost, Passes
-from mcore_parallel.cost.machine import Machine
+from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.memory import Held, Memory, held_by_ends, held_by_layer, shards, states
 from mcore_parallel.cost.pipeline import live_chunks
-from mcore_parallel.cost.shape import LayerShape, ModelShape
 from mcore_parallel.cost.work import Precision
 
 Mix: TypeAlias = tuple[int, ...]

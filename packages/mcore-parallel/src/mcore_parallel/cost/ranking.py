@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.estimate import Estimate, Planner
-from mcore_parallel.cost.shape import AttentionShape, ExpertsShape
+from mcore_parallel.cost.architecture import AttentionShape, ExpertsShape
+from mcore_parallel.cost.planner import Estimate, Planner
 from mcore_parallel.cost.work import Recompute, Workload
 
 _LADDER: tuple[Recompute, ...] = ("none", "light", "full")  # each saves memory, and costs time

@@ -8,6 +8,13 @@ from typing import NamedTuple
 
 from mcore_parallel.config import ParallelConfig, check_sequence
 from mcore_parallel.context.kinds import ContextKind
+from mcore_parallel.cost.architecture import (
+    AttentionShape,
+    LayerShape,
+    MambaShape,
+    MLPShape,
+    ModelShape,
+)
 from mcore_parallel.cost.data import data_parallel_time, optimizer_time
 from mcore_parallel.cost.layer import (
     LayerCost,
@@ -17,17 +24,10 @@ from mcore_parallel.cost.layer import (
     head_cost,
     layer_cost,
 )
-from mcore_parallel.cost.machine import Machine
+from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.memory import Memory
 from mcore_parallel.cost.pipeline import PipelineTime, pipeline_time
 from mcore_parallel.cost.place import Place, place, reach
-from mcore_parallel.cost.shape import (
-    AttentionShape,
-    LayerShape,
-    MambaShape,
-    MLPShape,
-    ModelShape,
-)
 from mcore_parallel.cost.stage import Stages
 from mcore_parallel.cost.work import Workload
 
