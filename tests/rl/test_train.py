@@ -192,7 +192,7 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         ("dp=2", 2, 1),
         ("pp=2", 2, 1),
         ("tp=2,sp", 2, 2),
-        ("dp=2,zero=0", 2, 2),
+        ("dp=2,zero=3", 2, 2),
         ("tp=2,pp=2", 4, 2),
     ],
 )

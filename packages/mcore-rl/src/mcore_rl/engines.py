@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mcore_data import Tokenizer
-from mcore_inference import LLM, SamplingParams, WeightLink, model_tensors
+from mcore_inference import LLM, SamplingParams, WeightLink
 from mcore_models import build_model
 from mcore_parallel import Group, ParallelConfig, ParallelMesh, RngKey, all_gather_object
 from mcore_rl.config import RLConfig
@@ -54,7 +54,7 @@ class RolloutEngines:
             max_batch_tokens=config.rollout.max_batch_tokens,
         )
         self.rule = log_prob_rule(config, tokenizer)
-        self.link = WeightLink(model_tensors(session.model), model, world)
+        self.link = WeightLink(session.buckets.parameters(), model, world)
         self.fresh = False  # the engine's weights are zeros until the first update
 
     def update_weights(self) -> None:
