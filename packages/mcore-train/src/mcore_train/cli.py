@@ -70,11 +70,26 @@ def _parser() -> argparse.ArgumentParser:
     parity = commands.add_parser(
         "parity",
         help="compare training under layouts with training in one process",
-        epilog="A layout is written tp=2,pp=2,dp=2,sp (sp: sequence parallel; zero=0 to 3: sharding)",
+        epilog="A layout is written tp=2,pp=2,dp=2,sp (sp: sequence parallel; zero=0 to zero=3: "
+        "what is sharded). Any field of the config is an option, as in pretrain.",
     )
-    parity.add_argument("--config", required=True, metavar="FILE|RECIPE")
-    parity.add_argument("--layout", action="append", required=True, metavar="LAYOUT")
-    parity.add_argument("--train-steps", type=int, default=3, metavar="N", help="default 3")
+    what = parity.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="FILE|RECIPE", help="with a --layout or several")
+    what.add_argument(
+        "--matrix",
+        choices=("small", "full"),
+        help="small models over combinations of all axes: every two values once, or everything",
+    )
+    what.add_argument(
+        "--table", action="store_true", help="print which combinations work, and why others do not"
+    )
+    parity.add_argument("--layout", action="append", default=[], metavar="LAYOUT")
+    parity.add_argument("--train-steps", type=int, metavar="N", help="of --config; default 3")
+    parity.add_argument("--family", metavar="NAME", help="of --matrix: gpt, moe or hybrid alone")
+    parity.add_argument("--part", metavar="I/N", help="of --matrix: every N-th, from the I-th on")
+    parity.add_argument(
+        "--json", type=Path, metavar="FILE", help="of --matrix: append a JSON row for each"
+    )
     parity.set_defaults(run=_parity, takes_overrides=True)
 
     bench = commands.add_parser(
@@ -141,14 +156,36 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _parity(args: argparse.Namespace, rest: list[str]) -> int:
+    _check_parity(args, rest)
+    if args.table:
+        from mcore_train.parity.table import combination_tables
+
+        print(combination_tables(), end="")
+        return 0
+    return _parity_matrix(args) if args.matrix else _parity_layouts(args, rest)
+
+
+def _check_parity(args: argparse.Namespace, rest: list[str]) -> None:
+    """Each option belongs to one of the three things that the command does."""
+    if args.config is None and (args.layout or args.train_steps is not None or rest):
+        given = "--layout" if args.layout else "--train-steps" if not rest else rest[0]
+        raise ValueError(f"{given} is for a --config: the models of the matrix are given")
+    asked = [name for name in ("family", "part", "json") if getattr(args, name) is not None]
+    if asked and args.matrix is None:
+        raise ValueError(f"--{asked[0]} is for --matrix small or --matrix full")
+    if args.config is not None and not args.layout:
+        raise ValueError("--config needs at least one --layout to compare, such as tp=2,sp")
+    if args.train_steps is not None and args.train_steps < 1:
+        raise ValueError(f"--train-steps {args.train_steps} must be at least 1")
+
+
+def _parity_layouts(args: argparse.Namespace, rest: list[str]) -> int:
     from mcore_parallel import ParallelConfig
     from mcore_train.parity import LEAST_MARGIN, parity
 
-    if args.train_steps < 1:
-        raise ValueError(f"--train-steps {args.train_steps} must be at least 1")
     layouts = [ParallelConfig.parse(text) for text in args.layout]
     good = True
-    for report in parity(_load(args, rest), layouts, steps=args.train_steps):
+    for report in parity(_load(args, rest), layouts, steps=args.train_steps or 3):
         kinds = [kind for kind in report.kinds if kind != "copy"]
         worst = " ".join(f"{kind} {report.worst(kind).ratio:.1e}" for kind in kinds)
         failure = report.first_failure()
@@ -160,6 +197,29 @@ def _parity(args: argparse.Namespace, rest: list[str]) -> int:
         if report.margin < LEAST_MARGIN:
             line += f"; a router's choice hangs on {report.margin:.1e}: another seed is safer"
         print(line, flush=True)
+    return 0 if good else 1
+
+
+def _parity_matrix(args: argparse.Namespace) -> int:
+    import json
+    from collections import Counter
+
+    from mcore_train.parity.matrix import choose_cells, run_matrix
+
+    cells = choose_cells(args.matrix, family=args.family, part=args.part or "1/1")
+    if args.json is not None:
+        _check_appendable("--json", args.json)
+    verdicts: Counter[str] = Counter()
+    good = True
+    for outcome in run_matrix(cells):
+        verdicts[outcome.verdict] += 1
+        good = good and outcome.is_good
+        print(outcome, flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(json.dumps(outcome.row()) + "\n")
+    total = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    print(f"{len(cells)} combinations: {total or 'nothing to do'}", flush=True)
     return 0 if good else 1
 
 

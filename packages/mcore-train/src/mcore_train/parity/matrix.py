@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +13,9 @@ from typing import Any
 from mcore_parallel import ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train.load import config_to_tree
-from mcore_train.parity.cells import MOST_RANKS, Cell
-from mcore_train.parity.families import STEPS, family_config, write_documents
+from mcore_train.parity.cells import MOST_RANKS, Cell, full_matrix
+from mcore_train.parity.covering import small_matrix
+from mcore_train.parity.families import FAMILIES, STEPS, family_config, write_documents
 from mcore_train.parity.metric import LEAST_MARGIN, Record, Report, compare
 from mcore_train.parity.run import comparable, record, record_rank
 
@@ -155,13 +156,19 @@ def run_matrix(cells: Iterable[Cell]) -> Iterator[Outcome]:
                 yield Outcome(cell=cell, error=f"{type(error).__name__}: {reason}")
 
 
-def share(cells: Sequence[Cell], part: str) -> list[Cell]:
-    """Return every n-th combination from the i-th on, for "i/n": what one night has time for.
+def choose_cells(matrix: str, *, family: str | None = None, part: str = "1/1") -> list[Cell]:
+    """Return the combinations of the "small" or the "full" matrix: of a family, and a part of them.
+
+    part "i/n" is every n-th from the i-th on: what one night has time for.
 
     Raises:
-        ValueError: it is not of that form, with 1 <= i <= n.
+        ValueError: there is no such family, or the part is not of that form.
     """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family {family!r}: known are {', '.join(FAMILIES)}")
     first, slash, count = part.partition("/")
     if not (slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
         raise ValueError(f"part {part!r} is not of the form I/N with 1 <= I <= N, such as 2/8")
-    return list(cells[int(first) - 1 :: int(count)])
+    cells = small_matrix() if matrix == "small" else full_matrix()
+    mine = [cell for cell in cells if family in (None, cell["family"])]
+    return mine[int(first) - 1 :: int(count)]

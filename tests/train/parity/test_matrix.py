@@ -1,0 +1,155 @@
+"""Training under combinations of all axes equals training in one process."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mcore_parallel.testing import RankPool
+from mcore_train.parity import LEAST_MARGIN, Difference, Report
+from mcore_train.parity.cells import MOST_RANKS, Cell, full_matrix
+from mcore_train.parity.covering import small_matrix
+from mcore_train.parity.families import FAMILIES, SAMPLES, STEPS
+from mcore_train.parity.matrix import Matrix, Outcome, choose_cells
+
+
+@pytest.fixture(scope="module")
+def matrix(ranks: RankPool) -> Iterator[Matrix]:
+    with Matrix(ranks) as matrix:
+        yield matrix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", small_matrix(), ids=str)
+def test_a_combination_equals_one_process(matrix: Matrix, cell: Cell) -> None:
+    """U05, U26, U27, U28, U29, U31, U35, U36: loss, gradients and parameters after three steps.
+
+    With dropout, recomputed or not. The combinations are generated; every two values of different
+    axes are in one of them. Auxiliary losses are compared as well, and so are copies of parameters
+    on different ranks, bit by bit.
+    """
+    outcome = matrix.run(cell)
+    assert outcome.report is not None
+    assert outcome.report.margin > LEAST_MARGIN
+    assert outcome.verdict == "equal", outcome.report.first_failure()
+    reference = matrix.reference(cell["family"], cell.is_packed)
+    compared = outcome.report.differences
+    assert {d.name for d in compared if d.kind == "gradient"} == set(reference.gradients)
+    assert sum(d.kind == "loss" for d in compared) == STEPS
+    balanced = [d.name for d in compared if d.kind == "auxiliary"]
+    wanted = [] if cell["family"] == "gpt" else [f"step {i}" for i in range(STEPS)]
+    assert [name.partition(" of ")[2] for name in balanced] == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_what_training_might_stumble_over(matrix: Matrix, family: str) -> None:
+    """A gradient that is zero, or a loss that does not move, would be equal anywhere."""
+    found = matrix.reference(family, True)
+    names = {
+        "gpt": ["embedding.weight", "position_embedding.weight", "layers.3.mlp.up.bias"],
+        "moe": ["layers.3.moe.router.weight", "layers.0.moe.experts.gate.weight"],
+        "hybrid": ["layers.2.mamba.a_log", "layers.1.moe.experts.down.bias"],
+    }
+    assert len(found.gradients) > 35
+    for name in names[family]:
+        assert found.gradients[name].abs().max() > 1e-6, name
+    zero = [name for name, gradient in found.gradients.items() if not gradient.any()]
+    assert zero == []
+    assert len(set(found.losses)) == STEPS
+    assert found.margin > LEAST_MARGIN
+
+
+def test_the_reference_is_one_process_without_recomputation(matrix: Matrix) -> None:
+    """The combination that changes nothing gives the very same numbers, on a rank of the pool."""
+    outcome = matrix.run(Cell.of({"family": "gpt"}))
+    assert outcome.report is not None
+    assert set(outcome.largest.values()) == {0.0}
+
+
+# --- what is not compared -----------------------------------------------------------------------
+
+
+def test_a_refused_combination_says_why_and_starts_nothing() -> None:
+    class NoPool(RankPool):
+        def run(self, *args: object, **kwargs: object) -> list[object]:  # type: ignore[override]
+            raise AssertionError("a process was started")
+
+    cell = Cell.of({"family": "gpt", "experts": "ep=2"})
+    with Matrix(NoPool()) as matrix:
+        outcome = matrix.run(cell)
+    assert (outcome.verdict, outcome.is_good) == ("refused", True)
+    assert str(outcome) == (
+        "refused gpt ep=2,dp=2: ep=2 divides experts, and there are none here: use ep=1"
+    )
+    assert outcome.row()["reason"] == cell.refusal
+
+
+@pytest.mark.parametrize(
+    ("ratio", "margin", "verdict"),
+    [(1e-6, 1.0, "equal"), (2e-5, 1.0, "differs"), (float("nan"), 1.0, "differs"),
+     (2e-5, 1e-6, "unclear"), (1e-6, 1e-6, "unclear")],
+)  # fmt: skip
+def test_verdicts(ratio: float, margin: float, verdict: str) -> None:
+    cell = Cell.of({"tensor": "tp=2"})
+    difference = Difference(kind="gradient", name="final_norm.weight", ratio=ratio)
+    report = Report(layout="", world_size=2, differences=(difference,), margin=margin)
+    outcome = Outcome(cell=cell, report=report, seconds=1.0)
+    assert (outcome.verdict, outcome.is_good) == (verdict, verdict == "equal")
+    assert ("first in gradient final_norm.weight" in str(outcome)) == (not difference.holds)
+    assert outcome.row()["verdict"] == verdict
+    fails = dataclasses.replace(outcome, report=None, error="ValueError: no")
+    assert (fails.verdict, fails.is_good) == ("fails", False)
+    assert str(fails) == "fails   moe tp=2,dp=1: ValueError: no"
+
+
+# --- the full matrix ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def full() -> list[Cell]:
+    return list(full_matrix())
+
+
+def test_the_full_matrix_has_every_value_of_every_axis(full: list[Cell]) -> None:
+    runs = [cell for cell in full if cell.refusal is None]
+    assert len(runs) > 800
+    assert max(cell.world_size for cell in runs) == MOST_RANKS
+    for axis, fewest in {"recompute": 40, "documents": 300, "replica": 100, "buckets": 200}.items():
+        counts = [sum(cell[axis] == value for cell in runs) for value in {c[axis] for c in runs}]
+        assert min(counts) >= fewest, axis
+    spread = [cell for cell in runs if cell["recompute"] == "spread"]
+    assert all(cell["tensor"] == "tp=2" for cell in spread)
+    assert {cell["tensor"] for cell in runs} == {"", "tp=2", "tp=2,sp"}
+    assert {cell["experts"] for cell in runs} == {"", "ep=2", "ep=2,etp=1"}
+
+
+@pytest.mark.parametrize("family", ["moe", "hybrid"])
+def test_all_axes_at_once_are_not_refused(full: list[Cell], family: str) -> None:
+    """tp, pp with each schedule, cp of each kind, ep, and sharded optimizer state."""
+    wanted = {"family": family, "level": "zero=1"}
+    mine = [cell for cell in full if all(cell[axis] == value for axis, value in wanted.items())]
+    every = [c for c in mine if all(c[a] for a in ("tensor", "pipeline", "context", "experts"))]
+    assert len({(cell["pipeline"], cell["context"]) for cell in every}) == 5 * 4
+    assert [cell for cell in every if cell.refusal is not None] == []
+
+
+def test_parts_of_a_matrix() -> None:
+    parts = [choose_cells("small", part=f"{i}/3") for i in (1, 2, 3)]
+    assert {cell.values for part in parts for cell in part} == {c.values for c in small_matrix()}
+    assert sum(map(len, parts)) == len(small_matrix())
+    assert {cell["family"] for cell in choose_cells("small", family="hybrid")} == {"hybrid"}
+    with pytest.raises(ValueError, match="family 'gtp': known are gpt, moe, hybrid"):
+        choose_cells("small", family="gtp")
+    for part in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(ValueError, match="not of the form I/N"):
+            choose_cells("small", part=part)
+
+
+def test_every_replica_has_samples(full: list[Cell]) -> None:
+    for cell in (*small_matrix(), *full):
+        if cell.refusal is None:
+            parallel = cell.config().parallel
+            assert parallel.dp is not None
+            assert SAMPLES % parallel.dp == 0, cell
+            torch.testing.assert_close(cell.world_size, parallel.model_size * parallel.dp)
