@@ -120,7 +120,7 @@ class _Arrived:
         dispatcher, weights = self.sent.dispatcher, self.sent.weights
         of_ep, of_etp = self.sent.sizes
         precise = torch.promote_types(outputs.dtype, weights.dtype)
-        sums = dispatcher.permute.unpermute(outputs, self.order, weights, precise)
+        sums = dispatcher.permute.unpermute(outputs.to(precise), weights, self.order)
         sums = sum_rows(sums, dispatcher.etp, of_etp)
         ep = dispatcher.ep
         mine = [of_ep[ep.rank]] * ep.size

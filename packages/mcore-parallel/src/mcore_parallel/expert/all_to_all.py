@@ -129,7 +129,7 @@ class _Arrived:
         """See `Dispatched`."""
         dispatcher, route = self.sent.dispatcher, self.sent.route
         if route.by_expert is not None:
-            outputs = dispatcher.permute.unpermute(outputs, route.by_expert)
+            outputs = dispatcher.permute.unpermute(outputs, None, route.by_expert)
         outputs = sum_rows(outputs, dispatcher.etp, route.gathered)
         transit = start_exchange(
             outputs, dispatcher.ep, route.sent, route.received, overlap=dispatcher.overlap
@@ -147,4 +147,4 @@ class _Returning:
     def wait(self) -> Tensor:
         """See `Combining`."""
         permute = self.sent.dispatcher.permute
-        return permute.unpermute(self.outputs.wait(), self.sent.order, self.sent.weights)
+        return permute.unpermute(self.outputs.wait(), self.sent.weights, self.sent.order)

@@ -20,64 +20,44 @@ __all__ = ["PermuteOp", "RowOrder", "TorchPermute"]
 class RowOrder:
     """Which copy stands in which row: both ways, int64.
 
-    order: the copy in each row [R]. places: the row of each copy [N·k]; -1 where it has none.
-    copies: k.
+    order: the copy in each row [R]. places: the row of each copy [N, k]; -1 where it has none.
     """
 
     order: Tensor
     places: Tensor
-    copies: int
 
     @staticmethod
     def of(order: Tensor, size: int, copies: int = 1) -> RowOrder:
         """The order of rows that are the copies `order` [R] of `size` = N·k, each at most once."""
         rows = torch.arange(order.numel(), device=order.device)
-        nowhere = torch.full((size,), -1, dtype=torch.int64, device=order.device)
-        return RowOrder(order=order, places=nowhere.scatter_(0, order, rows), copies=copies)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every copy has a row."""
-        return self.order.numel() == self.places.numel()
+        places = torch.full((size,), -1, dtype=torch.int64, device=order.device)
+        return RowOrder(order=order, places=places.scatter_(0, order, rows).view(-1, copies))
 
 
 class PermuteOp(Protocol):
     """Moves tokens to rows and back. With gradients; results are fresh tensors."""
 
-    def permute(self, x: Tensor, order: RowOrder) -> Tensor:
+    def permute(self, x: Tensor, order: RowOrder, /) -> Tensor:
         """Return the rows [R, H]: row r is the token of copy `order.order[r]`, of x [N, H]."""
 
-    def unpermute(
-        self,
-        rows: Tensor,
-        order: RowOrder,
-        weights: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def unpermute(self, rows: Tensor, weights: Tensor | None, order: RowOrder, /) -> Tensor:
         """Return for each token the sum [N, H] of its rows, weighted by `weights` [N, k] if given.
 
-        rows [R, H]. Summed at the precision of rows and weights together, and returned in `dtype`
-        (default that of the rows). Copies that have no row add nothing, whatever their weight.
+        rows [R, H]. Summed at the precision of rows and weights together, and returned in the dtype
+        of the rows. Copies that have no row add nothing, whatever their weight.
         """
 
 
 class TorchPermute:
     """`PermuteOp` by plain indexing."""
 
-    def permute(self, x: Tensor, order: RowOrder) -> Tensor:
+    def permute(self, x: Tensor, order: RowOrder, /) -> Tensor:
         """See `PermuteOp`."""
         return cast(Tensor, _Permute.apply(x, order))  # type: ignore[no-untyped-call]
 
-    def unpermute(
-        self,
-        rows: Tensor,
-        order: RowOrder,
-        weights: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def unpermute(self, rows: Tensor, weights: Tensor | None, order: RowOrder, /) -> Tensor:
         """See `PermuteOp`."""
-        dtype = dtype or rows.dtype
-        return cast(Tensor, _Unpermute.apply(rows, weights, order, dtype))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Unpermute.apply(rows, weights, order))  # type: ignore[no-untyped-call]
 
 
 class _Permute(torch.autograd.Function):
@@ -93,13 +73,10 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor | None, order: RowOrder, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.order = order
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, order: RowOrder) -> Tensor:
+        ctx.order, ctx.dtype = order, rows.dtype
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
-        ctx.dtype = rows.dtype
-        return _sum_of_copies(_by_copy(rows, order), weights).to(dtype)
+        return _sum_of_copies(_by_copy(rows, order), weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -114,24 +91,23 @@ class _Unpermute(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             products = _by_copy(rows, order) * grad.unsqueeze(1).to(weights.dtype)
             d_weights = products.sum(-1).to(weights.dtype)
-        return d_rows, d_weights, None, None
+        return d_rows, d_weights, None
 
 
 def _token_of_row(order: RowOrder) -> Tensor:
-    if order.copies == 1:
-        return order.order
-    return order.order.div(order.copies, rounding_mode="floor")
+    copies = order.places.shape[1]
+    return order.order if copies == 1 else order.order.div(copies, rounding_mode="floor")
 
 
 def _by_copy(rows: Tensor, order: RowOrder) -> Tensor:
     """The rows [N, k, ...] of all copies; zeros for those that have none."""
-    shape = (order.places.numel() // order.copies, order.copies, *rows.shape[1:])
-    if order.complete:
-        return rows.index_select(0, order.places).view(shape)
+    places, shape = order.places, (*order.places.shape, *rows.shape[1:])
+    if places.numel() == order.order.numel():
+        return rows.index_select(0, places.flatten()).view(shape)
     if not rows.shape[0]:
         return rows.new_zeros(shape)
-    found = rows.index_select(0, order.places.clamp(min=0)).view(shape)
-    missing = (order.places < 0).view(*shape[:2], *[1] * (rows.dim() - 1))
+    found = rows.index_select(0, places.flatten().clamp(min=0)).view(shape)
+    missing = (places < 0).view(*places.shape, *[1] * (rows.dim() - 1))
     return found.masked_fill(missing, 0)
 
 

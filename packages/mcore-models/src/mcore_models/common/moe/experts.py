@@ -20,7 +20,6 @@ from mcore_parallel.expert import (
     ExpertRowLinear,
     PermuteOp,
     RowOrder,
-    SequentialLinear,
 )
 from mcore_parallel.tensor import ColumnParallelLinear, Part
 
@@ -38,7 +37,7 @@ class Experts(nn.Module):
         gated = config.activation == "swiglu"
         parts = (Part("gate", width), Part("up", width)) if gated else (Part("up", width),)
         self._enter = "gate_up" if gated else "up"
-        linear = SequentialLinear(build.kernels.linear)
+        linear = build.kernels.grouped_linear
         enter = ExpertColumnLinear(
             moe.num_experts,
             hidden,
@@ -84,7 +83,7 @@ def padded_experts(
     starts = [size * i for i in range(len(counts))]
     places = [torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
     order = RowOrder.of(torch.cat(places).to(rows.device), size * len(counts))
-    outputs = experts(permute.unpermute(rows, order), (size,) * len(counts))
+    outputs = experts(permute.unpermute(rows, None, order), (size,) * len(counts))
     return permute.permute(outputs, order)
 
 

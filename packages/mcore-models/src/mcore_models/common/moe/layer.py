@@ -5,6 +5,7 @@ k experts chosen for each token, H hidden.
 """
 
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -28,7 +29,6 @@ from mcore_parallel.expert import (
     Dispatcher,
     DispatcherFactory,
     PermuteOp,
-    TorchPermute,
     dispatcher_factory,
     join_shares,
     share_of,
@@ -46,7 +46,7 @@ class MoE(nn.Module):
     output, and its choices are counted.
 
     dispatcher: makes what moves tokens, in place of the one that the mesh's configuration names.
-    permute: moves copies of tokens to rows and back.
+    permute: moves copies of tokens to rows and back, in place of the kernel that was chosen.
     """
 
     parallel = True
@@ -76,7 +76,8 @@ class MoE(nn.Module):
             self.shared = MLP(width, build, layer_index)
             if moe.shared_gate:
                 self.shared_gate = SharedGate(config, build)
-        self._permute: PermuteOp = permute or TorchPermute()
+        # Kernels see of a `RowOrder` what an assignment of theirs has, too.
+        self._permute: PermuteOp = permute or cast(PermuteOp, build.kernels.moe_permute)
         make = dispatcher or dispatcher_factory(mesh.config.dispatcher)
         self._dispatch: Dispatcher = make(
             moe.num_experts,
