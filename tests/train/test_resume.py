@@ -127,8 +127,8 @@ def test_resume_over_two_ranks_is_bitwise(
         ("tp=1", "tp=2,pp=2,sp"),
         ("tp=2,dp=2,sp", "pp=2,dp=2"),
         ("pp=4", "tp=1"),
-        ("dp=4", "dp=2"),
-        ("dp=2", "dp=4,zero=0"),
+        ("dp=4,zero=3", "dp=2"),
+        ("dp=2,zero=0", "dp=4,zero=3,replicas=2"),
     ],
 )
 def test_resume_under_another_layout(
