@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_kernels import OPERATORS, AttentionOp, Target, resolve
-from mcore_kernels.ops.attention.base import Segments, Visibility
+from mcore_kernels.ops.attention.base import Segments, Visibility, merge_sinks, sinks_grad
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
 from mcore_kernels.testing import spec
 
@@ -145,3 +145,35 @@ def test_sdpa_is_torchs_own_attention() -> None:
         *batched, is_causal=True, enable_gqa=True
     )
     assert torch.equal(out, expected.transpose(1, 2).reshape(24, 4, 8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sinks_are_merged_behind_blocks_of_keys(name: str) -> None:
+    """As ring attention does it: the sink comes once, after the keys of all blocks."""
+    attend = op(name)
+    q, k, v = torch.randn(3, 6, 2, 8, dtype=torch.float64).unbind(0)
+    sinks = torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)
+    queries = {"cu_seqlens_q": ends([6]), "max_seqlen_q": 6, "causal": False}
+    whole = {**queries, "cu_seqlens_k": ends([6]), "max_seqlen_k": 6}
+    out, lse = attend(q, k, v, **whole, sinks=sinks)
+    half = {**queries, "cu_seqlens_k": ends([3]), "max_seqlen_k": 3}
+    (one, lse_one), (two, lse_two) = (attend(q, k[i : i + 3], v[i : i + 3], **half) for i in (0, 3))
+    both = torch.logaddexp(lse_one, lse_two)
+    merged = (lse_one - both).exp().unsqueeze(-1) * one + (lse_two - both).exp().unsqueeze(-1) * two
+    merged, lse_merged = merge_sinks(merged, both, sinks.detach())
+    torch.testing.assert_close(merged, out.detach())
+    torch.testing.assert_close(lse_merged, lse)
+    grad = torch.randn_like(out)
+    (wanted,) = torch.autograd.grad(out, sinks, grad)
+    torch.testing.assert_close(sinks_grad(grad, merged, lse_merged, sinks.detach()), wanted)
+
+
+def test_caps_and_sinks_that_cannot_be() -> None:
+    q = torch.ones(3, 2, 8)
+    bounds = ends([3])
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    attend = op("reference")
+    with pytest.raises(ValueError, match=r"softcap must be positive, got 0.0"):
+        attend(q, q, q, **lengths, softcap=0.0)
+    with pytest.raises(ValueError, match=r"one per query head, \[2\], got \[3\]"):
+        attend(q, q, q, **lengths, sinks=torch.ones(3))

@@ -77,7 +77,7 @@ def _attention(make: Make) -> Iterator[Case]:
                 "max_seqlen_k": max(lengths_k, default=0),
                 **(arguments or {}),
             },
-            grads=("q", "k", "v"),
+            grads=("q", "k", "v", *(["sinks"] if arguments and "sinks" in arguments else [])),
             floor=1.0,
             **more,
         )
@@ -104,6 +104,12 @@ def _attention(make: Make) -> Iterator[Case]:
     yield case("more queries than keys", [5, 3], [2, 0])
     yield case("more queries, window", [7], [2], arguments={"window": 2, "causal": False})
     yield case("rows of no segment", [3, 4], spare=2)
+    yield case("sinks", [5, 1, 4], heads=(4, 2), arguments={"sinks": make(4)})
+    blind = {"sinks": make(2), "window": 2}
+    yield case("sinks, queries that see nothing", [5, 3], [2, 0], arguments=blind)
+    yield case("soft cap", [5, 1, 4], arguments={"softcap": 1.5})
+    capped = {"softcap": 2.0, "sinks": make(2), "window": 3}
+    yield case("soft cap, sinks, window", [3, 4], [9, 6], sizes=(8, 5), arguments=capped)
     yield case("own scale", [6], arguments={"scale": 0.3})
     yield case("parts of one tensor", [4, 5], change=slice_of_rows)
     yield case("scattered", [4, 5], change=scattered)

@@ -138,6 +138,8 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     differentiable_lse: bool = False,
     **hints: object,
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,8 @@ def attention(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     out = [q.new_zeros(q.shape[1], v.shape[2]) for _ in range(q.shape[0])]
-    lse = [q.new_full((q.shape[1],), -torch.inf) for _ in range(q.shape[0])]
+    nowhere = q.new_full((q.shape[1],), -torch.inf) if sinks is None else sinks
+    lse = [nowhere for _ in range(q.shape[0])]
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for n in range(len(ends_q) - 1):
         lq, lk = ends_q[n + 1] - ends_q[n], ends_k[n + 1] - ends_k[n]
@@ -160,8 +163,11 @@ def attention(
             if seen.start < seen.stop:
                 row = ends_q[n] + i
                 scores = torch.einsum("qd,lqd->lq", q[row], k[seen]) * scale
-                out[row] = torch.einsum("lq,lqd->qd", scores.softmax(0), v[seen])
-                lse[row] = scores.logsumexp(0)
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                every = scores if sinks is None else torch.cat((scores, sinks.unsqueeze(0)))
+                shares = every.softmax(0)[: len(scores)]
+                out[row] = torch.einsum("lq,lqd->qd", shares, v[seen])
+                lse[row] = every.logsumexp(0)
     if not out:
         nothing = q.sum(-1)
         return nothing.unsqueeze(-1).expand(0, q.shape[1], v.shape[2]), nothing.detach()

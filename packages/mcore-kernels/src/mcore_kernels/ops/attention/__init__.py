@@ -6,7 +6,7 @@ from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.attention.cudnn import MAX_HEAD_DIM as CUDNN_HEAD_DIM
 from mcore_kernels.ops.attention.cudnn import CudnnAttention
 from mcore_kernels.ops.attention.flash import MAX_HEAD_DIM, FlashAttention
-from mcore_kernels.ops.attention.reference import ReferenceAttention
+from mcore_kernels.ops.attention.reference import REFERENCE
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
 from mcore_kernels.requirements import needs_arch, needs_device, needs_dtype, needs_head_dim
 
@@ -16,7 +16,7 @@ OPERATOR = Operator(
         Implementation(
             op="attention",
             name="reference",
-            fn=ReferenceAttention(),
+            fn=REFERENCE,
             summary="matrix products; a score matrix per head and segment",
         ),
         Implementation(
@@ -28,7 +28,8 @@ OPERATOR = Operator(
                 needs_dtype(torch.float32, torch.float64, torch.bfloat16, torch.float16),
             ),
             priority=10,
-            summary="the fused kernel of torch's scaled_dot_product_attention on CPU",
+            summary="the fused kernel of torch's scaled_dot_product_attention on CPU; "
+            "soft-capped scores go to the reference",
         ),
         Implementation(
             op="attention",
@@ -41,7 +42,8 @@ OPERATOR = Operator(
                 needs_head_dim(maximum=MAX_HEAD_DIM),
             ),
             priority=20,
-            summary="the FlashAttention-2 kernels of torch's CUDA builds, all segments at once",
+            summary="the FlashAttention-2 kernels of torch's CUDA builds, all segments at once; "
+            "soft-capped scores go to the reference",
         ),
         Implementation(
             op="attention",

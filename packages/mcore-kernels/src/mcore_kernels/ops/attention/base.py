@@ -16,11 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which keys a query sees, and the factor on the scores."""
+    """Which keys a query sees, the factor on the scores, and the cap on their size."""
 
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None = None
 
     def blind_rows(self, lq: int, lk: int) -> int:
         """How many of the first queries see no key at all."""
@@ -91,6 +92,8 @@ class Attention(ABC):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionOp`; ValueError for shapes that do not fit together."""
         segments = Segments(
@@ -100,8 +103,13 @@ class Attention(ABC):
             max_seqlen_k=max_seqlen_k,
             uniform=uniform,
         )
-        plan = self.plan(q, k, segments, _checked(q, k, segments, causal, window, scale))
-        out, lse = _Attention.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
+        visibility = _checked(q, k, segments, causal, window, scale, softcap)
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"attention: sinks are one per query head, [{q.shape[1]}], got {list(sinks.shape)}"
+            )
+        plan = self.plan(q, k, segments, visibility)
+        out, lse = _Attention.apply(q, k, v, sinks, plan)  # type: ignore[no-untyped-call]
         return out, lse
 
     def backward(
@@ -121,6 +129,7 @@ class Attention(ABC):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionOp`."""
         segments = Segments(
@@ -130,7 +139,8 @@ class Attention(ABC):
             max_seqlen_k=max_seqlen_k,
             uniform=uniform,
         )
-        plan = self.plan(q, k, segments, _checked(q, k, segments, causal, window, scale))
+        visibility = _checked(q, k, segments, causal, window, scale, softcap)
+        plan = self.plan(q, k, segments, visibility)
         with torch.no_grad():
             return plan.backward(grad_out, q, k, v, out=out, lse=lse)
 
@@ -142,6 +152,7 @@ def _checked(  # noqa: PLR0917 -- the arguments of AttentionOp, as they came
     causal: bool,
     window: int | None,
     scale: float | None,
+    softcap: float | None,
 ) -> Visibility:
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -150,6 +161,8 @@ def _checked(  # noqa: PLR0917 -- the arguments of AttentionOp, as they came
         )
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be at least 1, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap must be positive, got {softcap}")
     if segments.cu_seqlens_q.shape != segments.cu_seqlens_k.shape:
         raise ValueError(
             f"attention: cu_seqlens_q has {segments.cu_seqlens_q.shape[0] - 1} segments, "
@@ -163,21 +176,44 @@ def _checked(  # noqa: PLR0917 -- the arguments of AttentionOp, as they came
                 f"{q.shape[0]} of q and {k.shape[0]} of k"
             )
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return Visibility(causal=causal, window=window, scale=factor)
+    return Visibility(causal=causal, window=window, scale=factor, softcap=softcap)
+
+
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` [T, Q, Dv] and [T, Q] with a sink's score beside those of the keys.
+
+    Attention with sinks is attention without, followed by this: the sink has no value, so that it
+    only takes its part of the softmax. A caller that merges blocks of keys does it once, behind
+    the last. sinks [Q].
+    """
+    merged = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = (lse - merged).exp().unsqueeze(-1)
+    return (out * share).to(out.dtype), merged
+
+
+def sinks_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks [Q], given the merged `out` and `lse`, in the sinks' dtype."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -((sinks.to(lse.dtype) - lse).exp() * delta).sum(0).to(sinks.dtype)
 
 
 class _Attention(torch.autograd.Function):
     """Keeps q, k, v, out and lse; the scores are computed again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
         out, lse = plan.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*ctx.plan.backward(grads[0], q, k, v, out=out, lse=lse), None)
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dsinks = None if sinks is None else sinks_grad(grads[0], out, lse, sinks)
+        return (*ctx.plan.backward(grads[0], q, k, v, out=out, lse=lse), dsinks, None)

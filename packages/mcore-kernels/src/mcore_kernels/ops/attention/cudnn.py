@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
 from mcore_kernels.ops.attention.flash import FlashPlan, aligned
+from mcore_kernels.ops.attention.reference import REFERENCE
 
 MAX_HEAD_DIM = 128
 MIN_LENGTH = 128
@@ -26,7 +27,9 @@ class CudnnAttention(Attention):
     """`mcore_kernels.protocols.AttentionOp` on Hopper and later, for bfloat16 and float16."""
 
     def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
-        """Choose cuDNN for long equal segments without a window, else FlashAttention-2."""
+        """Choose cuDNN for long equal segments without a window, else what `flash` does."""
+        if visibility.softcap is not None:
+            return REFERENCE.plan(q, k, segments, visibility)
         flash = FlashPlan(segments=segments, visibility=visibility)
         uniform, size = segments.uniform, q.shape[-1]
         if uniform is None or uniform[1] < MIN_LENGTH or visibility.window is not None:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_kernels.ops.attention.base import Attention, Segments, Visibility
+from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
+from mcore_kernels.ops.attention.reference import REFERENCE
 
 MAX_HEAD_DIM = 256
 
@@ -25,8 +26,10 @@ MAX_HEAD_DIM = 256
 class FlashAttention(Attention):
     """`mcore_kernels.protocols.AttentionOp` on CUDA devices, for bfloat16 and float16."""
 
-    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> FlashPlan:
-        """Nothing is left to settle."""
+    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
+        """Capped scores, which the kernels do not know, go to the reference."""
+        if visibility.softcap is not None:
+            return REFERENCE.plan(q, k, segments, visibility)
         return FlashPlan(segments=segments, visibility=visibility)
 
 

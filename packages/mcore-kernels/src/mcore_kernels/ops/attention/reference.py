@@ -44,9 +44,13 @@ class ReferenceAttention(PackedAttention):
         dout = _heads_first(grad_out, groups)
         delta = (dout * _heads_first(out, groups)).sum(-1, keepdim=True)
         base = lse.view(*lse.shape[:2], groups, -1).permute(0, 2, 3, 1).unsqueeze(-1)
-        p = (_scores(qh, kh, visibility) - base).exp_()
+        scores = _scores(qh, kh, visibility)
+        p = (scores - base).exp_()
         dv = (p.transpose(-1, -2) @ dout).sum(2, keepdim=True)
         ds = (dout @ vh.transpose(-1, -2)).sub_(delta).mul_(p).mul_(visibility.scale)
+        if visibility.softcap is not None:
+            slope = 1.0 - (scores / visibility.softcap).square_()
+            ds = torch.where(scores == -torch.inf, 0.0, ds * slope)
         dk = (ds.transpose(-1, -2) @ qh).sum(2, keepdim=True)
         return _tokens_first(ds @ kh, q), _tokens_first(dk, k), _tokens_first(dv, v)
 
@@ -64,5 +68,11 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
     scores = (q @ k.transpose(-1, -2)).mul_(visibility.scale)
+    if visibility.softcap is not None:
+        scores = scores.div_(visibility.softcap).tanh_().mul_(visibility.softcap)
     hidden = visibility.hidden(q.shape[-2], k.shape[-2], q.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+
+
+REFERENCE = ReferenceAttention()
+"""The operator; it holds no state."""

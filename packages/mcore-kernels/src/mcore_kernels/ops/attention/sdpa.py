@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_kernels.ops.attention.base import Visibility
-from mcore_kernels.ops.attention.packed import PackedAttention
+from mcore_kernels.ops.attention.base import Segments, Visibility
+from mcore_kernels.ops.attention.packed import PackedAttention, PackedPlan
+from mcore_kernels.ops.attention.reference import REFERENCE
 
 _VECTOR = 16
 """Over fewer keys than this the kernel's maximum passes over NaN: such a query would give 0."""
@@ -24,8 +25,15 @@ class SdpaAttention(PackedAttention):
     """One kernel call per run of equally long segments; memory grows with lq + lk.
 
     A mask [lq, lk] is built where the kernel knows no flag for what is visible: windows, and
-    causal segments with fewer queries than keys (but not for a single query).
+    causal segments with fewer queries than keys (but not for a single query). Capped scores, which
+    the kernel does not know, go to the reference.
     """
+
+    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> PackedPlan:
+        """See `PackedAttention`."""
+        if visibility.softcap is not None:
+            return REFERENCE.plan(q, k, segments, visibility)
+        return super().plan(q, k, segments, visibility)
 
     def forward_block(
         self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility
