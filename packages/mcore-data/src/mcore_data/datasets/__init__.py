@@ -13,7 +13,9 @@ from mcore_data.datasets.documents import DocumentDataset, VariableSource
 from mcore_data.datasets.fim import FIMConfig, FIMDataset
 from mcore_data.datasets.gpt import GPTDataset, gpt_splits
 from mcore_data.datasets.gpt_index import GPTIndex, build_gpt_index
+from mcore_data.datasets.mock import MockDataset, MockDocuments
 from mcore_data.datasets.packing import PackedDataset, first_fit_decreasing
+from mcore_data.datasets.preferences import PreferenceDataset, add_preference, collate_pairs
 from mcore_data.datasets.sample import Sample, SampleSource, segment_bounds, segment_positions
 from mcore_data.datasets.splits import document_ranges, parse_split
 from mcore_data.datasets.t5 import SpanConfig, SpanSample, T5Dataset
@@ -31,8 +33,11 @@ __all__ = [
     "GPTIndex",
     "MaskedSample",
     "MaskingConfig",
+    "MockDataset",
+    "MockDocuments",
     "PackedDataset",
     "Parts",
+    "PreferenceDataset",
     "Sample",
     "SampleSource",
     "SourcePlan",
@@ -40,8 +45,10 @@ __all__ = [
     "SpanSample",
     "T5Dataset",
     "VariableSource",
+    "add_preference",
     "blend_index",
     "build_gpt_index",
+    "collate_pairs",
     "counted_blend_index",
     "document_ranges",
     "first_fit_decreasing",
