@@ -14,14 +14,23 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     """Add the subcommands."""
     sub = commands.add_parser("inspect", help="check .bin/.idx files and print their numbers")
-    sub.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
+    sub.add_argument(
+        "prefix", metavar="PREFIX", help="path or address (s3://…) without .bin and .idx"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub.add_argument("--document", type=int, metavar="I", help="also print document I")
     sub.add_argument("--tokenizer", metavar="NAME", help="print the document as text")
     sub.set_defaults(run=_inspect)
 
-    sub = commands.add_parser("verify", help="check .bin/.idx files; the first fault is named")
-    sub.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
+    sub = commands.add_parser(
+        "verify", help="check .bin/.idx files or tar files of images; the first fault is named"
+    )
+    sub.add_argument(
+        "prefixes",
+        nargs="+",
+        metavar="PREFIX",
+        help="paths without .bin and .idx, or .tar files with pairs of image and text",
+    )
     sub.add_argument("--vocab-size", type=int, metavar="N", help="also read every token")
     sub.set_defaults(run=_verify)
 
@@ -72,10 +81,23 @@ def _verify(args: argparse.Namespace) -> int:
     from mcore_data.indexed import IndexedReader
 
     for prefix in args.prefixes:
+        if Path(prefix).suffix == ".tar":
+            _verify_images(prefix)
+            continue
         with IndexedReader(prefix) as reader:
             reader.verify(args.vocab_size)
             print(f"{prefix}: {reader.num_documents:,} documents, {reader.num_tokens:,} tokens, ok")
     return 0
+
+
+def _verify_images(path: str) -> None:
+    from mcore_data.images import ImageTransform, TarImages
+
+    pairs = TarImages(path)
+    transform = ImageTransform(size=(1, 1), fit="stretch")
+    for i in range(len(pairs)):
+        transform(pairs[i].image, where=pairs[i].where)
+    print(f"{path}: {len(pairs):,} pairs of image and text, {pairs.left_out:,} left out, ok")
 
 
 def _merge(args: argparse.Namespace) -> int:

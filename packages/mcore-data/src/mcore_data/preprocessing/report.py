@@ -50,4 +50,5 @@ class PreprocessReport:
         """Raise ValueError when there is no document."""
         if not self.documents:
             first = f"; {self.bad_lines[0]}" if self.bad_lines else ""
-            raise ValueError(f"no document to write ({self.empty} empty, {self.bad} bad{first})")
+            left_out = f"{self.empty} empty, {self.bad} bad"
+            raise ValueError(f"{self.outputs[0]}: no document to write ({left_out}{first})")
