@@ -141,9 +141,13 @@ def embedding_cost(hidden: int, place: Place, work: Workload) -> LayerCost:
 
 
 def _product(product: Product, place: Place, work: Workload, rows: _Rows | None = None) -> Passes:
-    """The three products of a weight; by default over the rank's tokens, cut over tp."""
-    tokens, ways, count = rows or _Rows(place.tokens, place.tp)
+    """The three products of a weight; by default over the rank's tokens, cut over tp.
+
+    What is not cut has only the rank's own tokens before it under sequence parallelism.
+    """
     inputs, outputs, cut = product
+    tokens = place.share if cut == "whole" else place.tokens
+    tokens, ways, count = rows or _Rows(tokens, place.tp)
     if cut == "column":
         outputs = max(1, outputs // ways)
     elif cut == "row":

@@ -140,8 +140,8 @@ class Reach:
         return max(across / inter, within / intra) + self.latency
 
     def send(self, size: float) -> float:
-        """Return the seconds from sending a message to a neighbour until it is there."""
-        link = self.machine.intra if self.per_node > 1 else self.machine.inter
+        """Return the seconds of a message to the next rank, the slowest of them."""
+        link = self.machine.intra if self.inside else self.machine.inter
         return size / link.bandwidth + link.latency
 
 
