@@ -28,7 +28,7 @@ from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.memory import Memory
 from mcore_parallel.cost.pipeline import PipelineTime, pipeline_time
 from mcore_parallel.cost.place import Place, place, reach
-from mcore_parallel.cost.stage import Stages
+from mcore_parallel.cost.stage import Division, Stages, divide
 from mcore_parallel.cost.work import Workload
 
 
@@ -116,6 +116,7 @@ class Planner:
     shape: ModelShape
     machine: Machine
     world: int
+    _last: tuple[ParallelConfig, Division] | None = field(default=None, repr=False)
     _layers: dict[object, LayerCost] = field(default_factory=dict, repr=False)
     _ends: dict[object, tuple[LayerCost, LayerCost]] = field(default_factory=dict, repr=False)
 
@@ -133,15 +134,14 @@ class Planner:
     def draft(self, config: ParallelConfig, work: Workload) -> Draft:
         """Return the stages of a layout and their memory; the cheaper half of an estimate."""
         self.machine.rate(work.precision.format)
-        config = config.resolve(self.world)
+        division = self._divide(config)
+        config = division.config
         check_sequence(config, work.seq_length)
-        check_fit(self.shape, config)
         assert config.dp is not None
         count = work.micro_batches(config.dp)
         here = place(config, self.machine, work)
         stages = Stages(
-            self.shape,
-            config,
+            division,
             lambda layer, kind: self._layer(layer, here, work, kind),
             self._both_ends(here, work),
         )
@@ -172,6 +172,14 @@ class Planner:
             memory=memory,
             flops_per_token=self.shape.flops_per_token(work.seq_length),
         )
+
+    def _divide(self, config: ParallelConfig) -> Division:
+        """The stages of a layout; of one after another equal layouts they are found once."""
+        if self._last is None or self._last[0] != config:
+            resolved = config.resolve(self.world)
+            check_fit(self.shape, resolved)
+            self._last = config, divide(self.shape, resolved)
+        return self._last[1]
 
     def _layer(
         self, layer: LayerShape, here: Place, work: Workload, kind: ContextKind

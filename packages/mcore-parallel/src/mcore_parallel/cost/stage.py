@@ -26,8 +26,43 @@ class Content(NamedTuple):
     last: bool
 
 
+class Division(NamedTuple):
+    """A model divided over the stages of a layout, before anything is said of micro-batches.
+
+    kinds: the different layers, and how their attention goes over the context axis; held: a rank's
+    parameters of each. chunks, stages: content of each virtual stage and of each stage.
+    """
+
+    shape: ModelShape
+    config: ParallelConfig
+    kinds: list[tuple[LayerShape, ContextKind]]
+    held: list[Held]
+    chunks: list[Content]
+    stages: list[Content]
+
+
+def divide(shape: ModelShape, config: ParallelConfig) -> Division:
+    """Return the stages of a resolved layout; ValueError where there are too few layers."""
+    line, (kinds, members) = config.line, _kinds(shape, config)
+    mixes = _mixes(config.place_layers(len(members)), members, len(kinds))
+    chunks = [Content(mix, i == 0, i == line.last) for i, mix in enumerate(mixes)]
+    stages = chunks
+    if config.chunks > 1:
+        stages = [
+            _together([chunks[line.position(stage, c)] for c in range(config.chunks)])
+            for stage in range(config.pp)
+        ]
+    held = [held_by_layer(layer, shape.hidden_size, config) for layer, _ in kinds]
+    return Division(shape, config, kinds, held, chunks, stages)
+
+
+def _together(contents: Sequence[Content]) -> Content:
+    mix = tuple(map(sum, zip(*(content.mix for content in contents), strict=True)))
+    return Content(mix, any(x.first for x in contents), any(x.last for x in contents))
+
+
 class Stages:
-    """The stages of one layout of one model.
+    """What the stages of a division take and hold.
 
     cost: returns what a layer takes, given how its attention goes over the context axis; ends:
     what embedding and head take. Stages with the same content are put together once.
@@ -35,31 +70,15 @@ class Stages:
 
     def __init__(
         self,
-        shape: ModelShape,
-        config: ParallelConfig,
+        division: Division,
         cost: Callable[[LayerShape, ContextKind], LayerCost],
         ends: tuple[LayerCost, LayerCost],
     ) -> None:
-        self.shape, self.config, self.line = shape, config, config.line
+        self.shape, self.config, kinds, self.held, self.chunks, self.stages = division
         self.embedding, self.head = ends
-        kinds, members = _kinds(shape, config)
         self.costs = [cost(layer, kind) for layer, kind in kinds]
-        self.held = [held_by_layer(layer, shape.hidden_size, config) for layer, _ in kinds]
-        self.chunks = [
-            Content(mix, i == 0, i == self.line.last)
-            for i, mix in enumerate(_mixes(config.place_layers(len(members)), members, len(kinds)))
-        ]
-        self.stages = [
-            self._together([self.line.position(s, c) for c in range(config.chunks)])
-            for s in range(config.pp)
-        ]
         self._passes: dict[Content, Passes] = {}
         self._states: dict[Content, tuple[Held, float, float]] = {}
-
-    def _together(self, positions: Sequence[int]) -> Content:
-        contents = [self.chunks[position] for position in positions]
-        mix = tuple(map(sum, zip(*(content.mix for content in contents), strict=True)))
-        return Content(mix, any(x.first for x in contents), any(x.last for x in contents))
 
     def passes(self, content: Content) -> Passes:
         """Return what a stage, or one chunk of it, takes for one micro-batch."""
