@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
 from mcore_data import (
     BatchSampler,
     Blend,
@@ -19,7 +17,7 @@ from mcore_data import (
     GPTDataset,
     IndexedReader,
     JoinedDataset,
-    Sample,
+    MockDataset,
     SampleSource,
     Tokenizer,
     WeightSchedule,
@@ -51,30 +49,6 @@ class Datasets:
     tokenizer: Tokenizer | None
 
 
-class MockSamples:
-    """Random tokens: sample i is a function of (seed, i). For benchmarks and parity."""
-
-    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        rng = np.random.default_rng((self.seed, index))
-        text = rng.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
-        return Sample(
-            tokens=text[:-1],
-            labels=text[1:],
-            loss_mask=np.ones(self.seq_length, np.float32),
-            positions=np.arange(self.seq_length, dtype=np.int64),
-            cu_seqlens=np.array([0, self.seq_length], np.int32),
-        )
-
-
 def open_datasets(config: TrainConfig) -> Datasets:
     """Open the files that `config.data` names.
 
@@ -103,11 +77,11 @@ def open_datasets(config: TrainConfig) -> Datasets:
 def _mock(config: TrainConfig) -> Datasets:
     size, vocabulary = config.data.seq_length, config.model.vocab_size
     windows = config.evaluate.windows
-    train = MockSamples(MOCK_SAMPLES, size, vocabulary, config.seed)
+    train = MockDataset(MOCK_SAMPLES, size, vocabulary, config.seed)
     return Datasets(
         train=train,
         sampler=_shuffled(config, train),
-        validation={"validation": MockSamples(windows, size, vocabulary, config.seed + 1)},
+        validation={"validation": MockDataset(windows, size, vocabulary, config.seed + 1)},
         tokenizer=None,
     )
 
