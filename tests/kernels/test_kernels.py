@@ -26,6 +26,7 @@ def test_it_prints_as_what_it_is() -> None:
         "Kernels(cpu float32: linear=reference, rms_norm=eager, add_rms_norm=reference, "
         "layer_norm=reference, l2_norm=reference, swiglu=reference, glu=reference, "
         "gelu=reference, activation=reference, rope=reference, attention=sdpa, "
+        "paged_attention=reference, "
         "cross_entropy=eager, moe_route=reference, moe_permute=reference, "
         "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked)"
     )

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -27,6 +28,35 @@ def test_it_matches_the_specification(op: str, target: Target) -> None:
     every = 4 if target.interpret and "NIGHTLY" not in os.environ else 1
     done = assert_matches_reference(op, "triton", target=target, every=every)
     assert {line.partition(":")[0] for line in done} == {"float32", "bfloat16", "float16"}
+
+
+def test_pages_in_parts_are_merged(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few sequences: their keys are cut into parts, some of which a query does not see at all."""
+    module = sys.modules[resolve("paged_attention", target=target, require="triton")._fn.__module__]
+    monkeypatch.setattr(module, "_parts", lambda q, count, most_keys: 3)
+    generator = torch.Generator().manual_seed(0)
+    device = target.device_type
+    q, keys, values = (
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in ((4, 4, 16), (9, 32, 2, 16), (9, 32, 2, 16))
+    )
+    table = torch.randperm(9, generator=generator)[:8].view(2, 4).to(device, torch.int32)
+    arguments = {
+        "block_table": table,
+        "context_lengths": torch.tensor([100, 40], dtype=torch.int32, device=device),
+        "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32, device=device),
+        "max_seqlen_q": 3,
+        "sinks": torch.randn(4, generator=generator).to(device),
+    }
+    for window in (None, 20):
+        found, wanted = (
+            resolve("paged_attention", target=target, require=name)(
+                q, keys, values, **arguments, window=window
+            )
+            for name in ("triton", "reference")
+        )
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_chosen_here(target: Target) -> None:

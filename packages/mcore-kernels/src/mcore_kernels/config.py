@@ -32,6 +32,7 @@ class KernelConfig:
     activation: str = AUTO
     rope: str = AUTO
     attention: str = AUTO
+    paged_attention: str = AUTO
     cross_entropy: str = AUTO
     moe_route: str = AUTO
     moe_permute: str = AUTO

@@ -56,6 +56,14 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def interpreted(x: Tensor) -> bool:
+    """Whether a kernel on `x` runs in Triton's interpreter.
+
+    It multiplies matrices of bfloat16 as the integers that their bits are, so kernels widen them.
+    """
+    return not x.is_cuda
+
+
 def programs(x: Tensor, *, per_processor: int) -> int:
     """How many programs to start that each walk over many rows: a few per processor of the GPU."""
     if not x.is_cuda:

@@ -21,6 +21,7 @@ from mcore_kernels.protocols import (
     LinearOp,
     MoePermuteOp,
     MoeRouteOp,
+    PagedAttentionOp,
     RmsNormOp,
     RopeOp,
     SsdScanOp,
@@ -55,6 +56,7 @@ class Kernels:
     activation: ActivationOp = field(init=False, compare=False)
     rope: RopeOp = field(init=False, compare=False)
     attention: AttentionOp = field(init=False, compare=False)
+    paged_attention: PagedAttentionOp = field(init=False, compare=False)
     cross_entropy: VocabLossOp = field(init=False, compare=False)
     moe_route: MoeRouteOp = field(init=False, compare=False)
     moe_permute: MoePermuteOp = field(init=False, compare=False)

@@ -10,7 +10,7 @@ Dtypes: the accumulation dtype is float32, or float64 when the input is float64.
 compute in it and round once, at the end, to the dtype of their first argument.
 """
 
-from mcore_kernels.protocols.attention import AttentionOp
+from mcore_kernels.protocols.attention import AttentionOp, PagedAttentionOp
 from mcore_kernels.protocols.dense import (
     ActivationOp,
     AddRmsNormOp,
@@ -41,6 +41,7 @@ __all__ = [
     "LinearOp",
     "MoePermuteOp",
     "MoeRouteOp",
+    "PagedAttentionOp",
     "RmsNormOp",
     "RopeOp",
     "SsdScanOp",

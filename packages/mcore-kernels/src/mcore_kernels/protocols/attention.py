@@ -72,3 +72,41 @@ class AttentionOp(Protocol):
         `out` and `lse` may come from more keys than k holds (merged over several blocks, or with a
         sink): the result is then this block's share, and the shares add up.
         """
+
+
+class PagedAttentionOp(Protocol):
+    """Attention of serving: new tokens over keys and values that lie in pages."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        block_table: Tensor,
+        context_lengths: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(out [T, Q, Dv], lse [T, Q])`; no gradient is recorded.
+
+        q [T, Q, D] are the new tokens of N sequences one after another, bounds `cu_seqlens_q`
+        [N+1]: one each when decoding, several in chunks of prompts, and both kinds together; rows
+        past the last give zeros. Their keys and values are in the cache already.
+
+        Key j of sequence n is row j % P of page `block_table[n, j // P]`: key_cache [pages, P, K,
+        D], value_cache [pages, P, K, Dv], block_table int32 [N, most pages of a sequence]. The
+        last dim lies in one piece; the others may have any strides. `context_lengths` int32 [N]
+        counts the keys, new ones included; entries of the table past them are never read. A cache
+        of another dtype (float8_e4m3fn) holds keys / key_scale and values / value_scale, factors
+        [K] in float32.
+
+        Always causal, aligned bottom-right; `window`, `scale`, `softcap`, `sinks` and the results
+        as in `AttentionOp`.
+        """

@@ -125,6 +125,66 @@ def _attention(make: Make) -> Iterator[Case]:
     )
 
 
+def _paged_attention(make: Make) -> Iterator[Case]:
+    def case(
+        name: str,
+        new: list[int],
+        contexts: list[int],
+        *,
+        page: int = 4,
+        heads: tuple[int, int] = (4, 2),
+        sizes: tuple[int, int] = (8, 8),
+        spare: int = 0,
+        fp8: bool = False,
+        arguments: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Case:
+        pages = [-(-length // page) for length in contexts]
+        order = make(sum(pages) + 2).argsort().tolist()
+        table = torch.full((len(contexts), max(pages, default=0) + 1), 10**6, dtype=torch.int32)
+        for row, count in zip(table, pages, strict=True):
+            row[:count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        pool = (sum(pages) + 2, page, heads[1])
+        caches = {"key_cache": make(*pool, sizes[0]), "value_cache": make(*pool, sizes[1])}
+        if fp8:
+            caches = {name: x.to(torch.float8_e4m3fn) for name, x in caches.items()}
+        return Case(
+            name=name,
+            arguments={
+                "q": make(sum(new) + spare, heads[0], sizes[0]),
+                **caches,
+                "block_table": table,
+                "context_lengths": torch.tensor(contexts, dtype=torch.int32),
+                "cu_seqlens_q": ends(new),
+                "max_seqlen_q": max(new, default=0),
+                **(arguments or {}),
+            },
+            grads=(),
+            fixed=("key_scale", "value_scale"),
+            floor=1.0,
+            **more,
+        )
+
+    yield case("decoding", [1, 1, 1], [9, 4, 1])
+    yield case("one kv head, odd sizes", [1, 1], [7, 10], heads=(3, 1), sizes=(13, 5))
+    yield case("chunk of a prompt", [6, 3], [6, 11])
+    yield case("decoding and chunks", [1, 5, 0, 1], [8, 9, 3, 5])
+    yield case("window", [1, 4], [9, 9], arguments={"window": 3})
+    yield case("soft cap and sinks", [2, 1], [5, 3], arguments={"softcap": 1.5, "sinks": make(4)})
+    factors = {"key_scale": make(2).abs() + 0.5, "value_scale": make(2).abs() + 0.5}
+    yield case("float8 cache", [1, 3], [9, 6], fp8=True, arguments=factors)
+    yield case("float8 cache without scales", [1], [6], fp8=True)
+    yield case("pages of one", [1, 2], [3, 2], page=1)
+    yield case("one large page", [2], [70], page=128, heads=(2, 2))
+    yield case("more queries than keys", [3], [2])
+    yield case("rows of no sequence", [1, 2], [4, 3], spare=2)
+    yield case("own scale", [2], [5], arguments={"scale": 0.3})
+    yield case("no sequence", [], [])
+    nan = case("NaN", [1, 1], [5, 6])
+    broken = {**nan.arguments, "q": with_nan(nan.arguments["q"])}
+    yield Case(name="NaN", arguments=broken, grads=(), floor=1.0)
+
+
 def _cross_entropy(make: Make) -> Iterator[Case]:
     def case(name: str, logits: Tensor, cuts: list[int], smoothing: float = 0.0) -> Case:
         size = logits.shape[1]
@@ -167,6 +227,7 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "gelu": dense.gelu,
     "rope": _rope,
     "attention": _attention,
+    "paged_attention": _paged_attention,
     "cross_entropy": _cross_entropy,
     "moe_route": moe.moe_route,
     "moe_permute": moe.moe_permute,

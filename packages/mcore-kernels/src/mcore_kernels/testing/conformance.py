@@ -99,7 +99,7 @@ def _compare(  # noqa: PLR0917 -- one internal caller
         argument = arguments.get(name.removeprefix("gradient of "))
         wanted = like if argument is None else argument.dtype
         slack = case.slack * (4.0 if argument is not None else 1.0)
-        if name == "result 1" and op == "attention":
+        if name == "result 1" and op in ("attention", "paged_attention"):
             # The log-sum-exp: of 16-bit inputs, torch's CPU kernel keeps four digits and no more.
             wanted, slack = accumulation_dtype(like), slack * (64.0 if like.itemsize == 2 else 1.0)
         if name == "result 1" and op == "ssd_scan":
@@ -126,7 +126,7 @@ def _cast(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     def cast(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if not value.is_floating_point():
+        if not value.is_floating_point() or value.dtype.itemsize == 1:
             return value.to(device)
         wanted = torch.promote_types(torch.float32, dtype) if name in case.fixed else dtype
         if value.is_contiguous():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,6 +174,33 @@ def attention(
         return nothing.unsqueeze(-1).expand(0, q.shape[1], v.shape[2]), nothing.detach()
     all_lse = torch.stack(lse)
     return torch.stack(out), all_lse if differentiable_lse else all_lse.detach()
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    block_table: Tensor,
+    context_lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Key by key out of the pages, then as attention."""
+    page = key_cache.shape[1]
+    found = []
+    for cache, factor in ((key_cache, key_scale), (value_cache, value_scale)):
+        rows = [
+            cache[block_table[n, j // page], j % page]
+            for n, length in enumerate(context_lengths.tolist())
+            for j in range(length)
+        ]
+        together = torch.stack(rows) if rows else cache.new_zeros(0, *cache.shape[2:])
+        found.append(together if factor is None else together * factor[:, None])
+    ends = torch.cat((context_lengths.new_zeros(1), context_lengths.cumsum(0)))
+    return attention(q, *found, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=ends, **options)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, on_target: float, on_all: float) -> Tensor:

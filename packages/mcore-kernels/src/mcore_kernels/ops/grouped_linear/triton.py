@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_kernels.custom_ops import on_device, programs
+from mcore_kernels.custom_ops import interpreted, on_device, programs
 from mcore_kernels.ops.grouped_linear.base import Counts, offsets
 from mcore_kernels.ops.grouped_linear.reference import ReferenceGroupedLinear
 
@@ -130,10 +130,9 @@ def _weight_grad_kernel(
 
 
 def _precision(x: Tensor) -> dict[str, object]:
-    # The interpreter multiplies bfloat16 as the integers that its bits are.
-    interpreted = not x.is_cuda
-    exact = interpreted or x.dtype == torch.float32
-    return {"PRECISION": "ieee" if exact else "tf32", "WIDEN": interpreted}
+    widen = interpreted(x)
+    exact = widen or x.dtype == torch.float32
+    return {"PRECISION": "ieee" if exact else "tf32", "WIDEN": widen}
 
 
 def _size(n: int, most: int) -> int:
