@@ -60,7 +60,7 @@ def single() -> Record:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2,ep=2,dispatch=all-gather",
+        "dp=2,ep=2,dispatch=all-gather,zero=3",
         "pp=2,dp=2,ep=2,schedule=interleaved,chunks=2",
         "tp=2,cp=2,ep=4,etp=1,sp",
     ],

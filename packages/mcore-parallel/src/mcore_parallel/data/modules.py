@@ -38,8 +38,8 @@ def shard_modules(
 
     The parameters of each of `units` are gathered as one, those of no unit by `model` itself; those
     of experts, where their ranks are others than for dense ones, by the largest modules that hold
-    nothing else. They are stored in fp32 (fp64) and gathered in their own dtype, and their
-    gradients are summed in fp32. A parameter stays whole that has no dimension, is dealt out over
+    nothing else. Those that are trained are stored in fp32 (fp64) and gathered in their own
+    dtype, and their gradients are summed in fp32. A parameter stays whole that has no dimension, is dealt out over
     one rank, has another dtype than most of its unit's, or is an expert's beside dense ones in one
     module.
 
@@ -81,7 +81,9 @@ class _Cutter:
             sizes[param.dtype] += param.numel()
         for param in mine:
             usual = param.dtype == max(sizes, key=lambda dtype: sizes[dtype])
-            if not param.dim() or not usual or self._groups(param)[0].size == 1:
+            # A vector that is not trained may be one that its module changes by itself.
+            changes = not param.requires_grad and param.dim() == 1
+            if not param.dim() or changes or not usual or self._groups(param)[0].size == 1:
                 self._keep_whole(param)
         mine = [param for param in mine if param in self._left]
         apart = {param for param in mine if self._is_apart(param)}
@@ -129,7 +131,8 @@ class _Cutter:
         dims = {param: _dim_to_cut(param, self._left[param], groups[0].size) for param in params}
         dtype = next(iter(params)).dtype
         for param in params:
-            param.data = param.data.to(torch.promote_types(dtype, torch.float32))
+            if param.requires_grad:
+                param.data = param.data.to(torch.promote_types(dtype, torch.float32))
         cut = self._fully_shard(module, self._meshes[groups], dtype=dtype, dims=dims)
         self.cut_modules.append(cut)
         for param in params:
