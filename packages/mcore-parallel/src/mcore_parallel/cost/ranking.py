@@ -41,11 +41,12 @@ def rank(
 
     work: its micro_batch and recompute are chosen anew; a layout takes the first entry of
     `recompute` with which it fits. All are compared by formula, the `keep` best are then simulated.
-    ValueError when no layout is left, with the memory of the smallest.
+    ValueError when no layout is left, with the memory of the smallest, or why the first cannot be.
     """
+    planner.machine.rate(work.precision.format)
     found: list[Estimate] = []
-    tried = refused = 0
-    least = float("inf")
+    tried, least = 0, float("inf")
+    refusals: list[ValueError] = []
     for config, micro_batch in layouts(planner, work.seq_length, schedules):
         try:
             for again in recompute:
@@ -55,25 +56,24 @@ def rank(
                     found.append(planner.timed(draft, simulated=False))
                     break
                 least = min(least, draft.peak_memory)
-        except ValueError:
-            refused += 1
+        except ValueError as refusal:
+            refusals.append(refusal)
             continue
         tried += 1
     if not found:
-        raise ValueError(_nothing(planner, work, tried, least))
+        raise ValueError(_nothing(planner, tried, least, refusals))
     found.sort(key=lambda one: one.step)
     best = [planner.estimate(one.config, one.work) for one in found[:keep]]
     best.sort(key=lambda one: one.step)
-    return Ranking(best=tuple(best), tried=tried, too_large=tried - len(found), refused=refused)
+    return Ranking(
+        best=tuple(best), tried=tried, too_large=tried - len(found), refused=len(refusals)
+    )
 
 
-def _nothing(planner: Planner, work: Workload, tried: int, least: float) -> str:
+def _nothing(planner: Planner, tried: int, least: float, refusals: list[ValueError]) -> str:
     where = f"{planner.world} GPUs of machine {planner.machine.name}"
     if not tried:
-        return (
-            f"no layout of {where} deals out batch {work.batch} of {work.seq_length} tokens: use a "
-            f"batch that is a multiple of 8 or more, and a power of two of GPUs"
-        )
+        return f"no layout of {where} can be; the first of {len(refusals)}: {refusals[0]}"
     return (
         f"no layout fits {where}: the smallest of {tried} needs {least / 2**30:.0f} GiB of "
         f"{planner.machine.memory / 2**30:.0f}; use more GPUs"
