@@ -9,21 +9,24 @@ import pytest
 
 from mcore_data.datasets.cache import cached_arrays, content_key
 
-# Forks the builders, the first of which dies with one array written and the other not; prints
-# their exit statuses and what they read. Forked, because eight imports of numpy take seconds.
+# Forks the builders, the first of which dies with one array written and the other not, when all
+# others wait for it; prints what they read, how many built, and their exit statuses. Forked,
+# because eight imports of numpy take seconds.
 _BUILDERS = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from mcore_data.datasets.cache import cached_arrays
 
-directory, count = Path(sys.argv[1]), int(sys.argv[2])
+directory, count, locks = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "locks"
+entered, says = os.pipe()
 gate, opener = os.pipe()
 
 def build_with(victim):
     def build():
-        os.read(gate, 1)  # all are here before the first goes on
+        os.write(says, b".")
         if victim:
+            os.read(gate, 1)  # all others are here
             real, calls = os.fsync, []
             def fsync(fd):
                 calls.append(fd)
@@ -34,6 +37,13 @@ def build_with(victim):
         return {"a": np.arange(100_000), "b": np.arange(50_000) * 2}
     return build
 
+if not locks:
+    import fcntl
+    def flock(file, operation, real=fcntl.flock):
+        if not operation & fcntl.LOCK_NB:
+            raise OSError("no locks here")
+        real(file, operation)
+    fcntl.flock = flock
 children = []
 for i in range(count):
     child = os.fork()
@@ -43,34 +53,49 @@ for i in range(count):
         os.write(1, (text + "\\n").encode())
         os._exit(0)
     children.append(child)
-os.write(opener, b"." * count)
-print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    if i == 0:
+        os.read(entered, 1)  # it has its turn
+time.sleep(0.1)
+os.write(opener, b".")
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+os.close(says)
+print(1 + len(os.read(entered, 99)) if count > 1 else 1)
+print(codes)
 """
 
 
-def _builders(directory, count):
-    return [sys.executable, "-c", _BUILDERS, str(directory), str(count)]
+def _builders(directory, count, locks="locks"):
+    return [sys.executable, "-c", _BUILDERS, str(directory), str(count), locks]
 
 
-def test_many_processes_build_at_once(tmp_path):
-    """U15: eight builders, one killed midway; the others agree and nothing partial is seen."""
-    process = subprocess.Popen(_builders(tmp_path, 8), stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("locks", ["locks", "none"])
+def test_many_processes_build_at_once(tmp_path, locks):
+    """U15: eight builders, one killed midway; the others agree and nothing partial is seen.
+
+    Where the file system has locks one of them builds in its stead, and none besides.
+    """
+    process = subprocess.Popen(
+        _builders(tmp_path, 8, locks), stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     seen = set()
     while process.poll() is None:
         if (tmp_path / "key").exists():
             seen.add(tuple(sorted(os.listdir(tmp_path / "key"))))
         time.sleep(0.002)
-    *outputs, codes = process.communicate()[0].splitlines()
+    *outputs, built, codes = process.communicate()[0].splitlines()
     assert codes == str([-signal.SIGKILL] + [0] * 7)
     assert outputs == [f"{sum(range(100_000))} {sum(range(0, 100_000, 2))} ['a', 'b']"] * 7
     assert seen <= {("a.npy", "b.npy")}
+    assert int(built) == 2 if locks == "locks" else int(built) >= 2
+    assert not list(tmp_path.glob(".key.lock"))
 
 
 def test_leftovers_of_a_killed_builder_are_swept(tmp_path):
     output = subprocess.run(_builders(tmp_path, 1), stdout=subprocess.PIPE, check=True).stdout
-    assert output.decode() == f"[{-signal.SIGKILL}]\n"
-    (left,) = os.listdir(tmp_path)
-    assert left.startswith(".key.")
+    assert output.decode().splitlines()[-1] == f"[{-signal.SIGKILL}]"
+    left = sorted(os.listdir(tmp_path))
+    assert len(left) == 2
+    assert all(name.startswith(".key.") for name in left)
     built = cached_arrays(tmp_path, "key", lambda: {"a": np.arange(3)})
     assert os.listdir(tmp_path) == ["key"]
     assert built["a"].tolist() == [0, 1, 2]
