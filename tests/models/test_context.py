@@ -1,5 +1,6 @@
 """Every way of mixing tokens over shares gives the loss and gradients of one process."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -83,13 +84,15 @@ def test_every_kind_in_a_model(
 
 
 def count_plans() -> dict[str, int]:
-    counts = {}
-    for module in (blockwise, heads):
-        calls = mock.Mock(wraps=module.local_documents)
-        with mock.patch.object(module, "local_documents", calls):
-            measure(HYBRID, "cp=2")
-        counts[module.__name__.rpartition(".")[2]] = calls.call_count
-    return counts
+    with ExitStack() as patches:
+        counted = {
+            module.__name__.rpartition(".")[2]: patches.enter_context(
+                mock.patch.object(module, "local_documents", wraps=module.local_documents)
+            )
+            for module in (blockwise, heads)
+        }
+        measure(HYBRID, "cp=2")
+    return {name: calls.call_count for name, calls in counted.items()}
 
 
 def test_layers_share_what_they_plan_for_a_batch(ranks: RankPool) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_parallel import Group, all_reduce
 from mcore_parallel.context import (
     AllToAllAttention,
+    HeadExchange,
     RingAttention,
     SequenceSplit,
     check_context_attention,
@@ -351,6 +352,15 @@ def shown(
             visible = range(i - window + 1, i + 1 if causal else i + window)
             found |= {other for other in range(size) if held[other] & set(visible)}
     return sorted(found)
+
+
+def test_parameters_go_to_the_ranks_as_their_heads_do() -> None:
+    """Eight heads are dealt out over four ranks, two groups are shared by pairs of them."""
+    heads, groups = torch.arange(8), torch.arange(2).view(1, 2)
+    for rank in range(4):
+        exchange = HeadExchange(Group(rank, 4, (0, 1, 2, 3)))
+        assert exchange.my_heads(heads).tolist() == [2 * rank, 2 * rank + 1]
+        assert exchange.my_heads(groups, dim=1).tolist() == [[rank // 2]]
 
 
 class Tracked:
