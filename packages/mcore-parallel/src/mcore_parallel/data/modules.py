@@ -38,10 +38,10 @@ def shard_modules(
 
     The parameters of each of `units` are gathered as one, those of no unit by `model` itself; those
     of experts, where their ranks are others than for dense ones, by the largest modules that hold
-    nothing else. Those that are trained are stored in fp32 (fp64) and gathered in their own
-    dtype, and their gradients are summed in fp32. A parameter stays whole that has no dimension, is dealt out over
-    one rank, has another dtype than most of its unit's, or is an expert's beside dense ones in one
-    module.
+    nothing else. Those that are trained are stored in fp32 (fp64) and gathered in their own dtype,
+    and their gradients are summed in fp32. A parameter stays whole that has no dimension, is dealt
+    out over one rank, has another dtype than most of its unit's, is a vector that is not trained
+    (its module may change it), or is an expert's beside dense ones in one module.
 
     methods: of `model`, besides `forward`, that use parameters of no unit.
 
