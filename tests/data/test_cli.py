@@ -3,10 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mcore_data import IndexedReader
 from mcore_data.cli import main
+from mcore_data.draw import draw_lengths
 
 
 @pytest.fixture
@@ -89,6 +91,20 @@ def corpora(tmp_path):
             append_eod=True,
         )
     return tmp_path
+
+
+def test_lengths_of_documents_as_a_picture(corpora, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    a, b, png = (str(corpora / name) for name in ("a", "b", "pictures/p.png"))
+    command = ["plan", a, b, "--seq-length", "8", "--png", png]
+    assert main(command) == 0
+    assert Path(png).read_bytes().startswith(b"\x89PNG")
+    assert "together" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no document of x has a token"):
+        draw_lengths({"x": np.zeros(3, int)}, png, seq_length=8)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(command) == 2
+    assert "a PNG needs matplotlib: pip install" in capsys.readouterr().err
 
 
 def test_verify_merge_and_split(corpora, capsys):

@@ -34,6 +34,9 @@ def add(commands: Commands) -> None:
     sub.add_argument(
         "--each-validation", action="store_true", help="every validation file is a set of its own"
     )
+    sub.add_argument(
+        "--png", metavar="FILE", help="also draw the lengths of documents (needs matplotlib)"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub.set_defaults(run=_plan)
 
@@ -79,6 +82,8 @@ def _plan(args: argparse.Namespace) -> int:
         test=args.test,
         seq_length=args.seq_length,
     )
+    if args.png:
+        _draw([row.prefix for row in rows], args)
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
         return 0
@@ -98,6 +103,20 @@ def _plan(args: argparse.Namespace) -> int:
             epochs = sums[2] * args.seq_length / sums[1] if sums[1] else 0.0
             print(f"{'':{width}}{sums[0]:12,}{sums[1]:18,}{sums[2]:14,}{epochs:9.2f}  together")
     return 0
+
+
+def _draw(prefixes: list[str], args: argparse.Namespace) -> None:
+    from mcore_data.datasets import Blend
+    from mcore_data.datasets.documents import document_lengths
+    from mcore_data.draw import draw_lengths
+    from mcore_data.indexed import IndexedReader
+
+    files = Blend(prefixes=tuple(dict.fromkeys(prefixes)))
+    lengths = {}
+    for name, prefix in zip(files.names(), files.prefixes, strict=True):
+        with IndexedReader(prefix) as reader:
+            lengths[name] = document_lengths(reader)
+    draw_lengths(lengths, args.png, seq_length=args.seq_length)
 
 
 def _sample(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[Sample, int]:

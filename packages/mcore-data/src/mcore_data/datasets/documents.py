@@ -16,6 +16,12 @@ LEARNED = 1
 """Mode of a sequence whose tokens bear loss, in files of conversations; 0 for the others."""
 
 
+def document_lengths(reader: IndexedReader) -> NDArray[np.int64]:
+    """Return the tokens of every document of the file, int64 [D]."""
+    sums = np.concatenate([[0], np.cumsum(reader.lengths, dtype=np.int64)])
+    return np.diff(sums[reader.document_indices])
+
+
 class VariableSource(Protocol):
     """Samples of different lengths."""
 
@@ -78,7 +84,7 @@ class DocumentDataset:
                 f"{reader.prefix}: documents {chosen.min()} to {chosen.max()} asked for, it has "
                 f"{count}"
             )
-        lengths = self._tokens()[chosen] - 1
+        lengths = document_lengths(reader)[chosen] - 1
         longer = lengths > max_length
         if too_long == "error" and longer.any():
             place = int(longer.argmax())
@@ -98,11 +104,6 @@ class DocumentDataset:
                 f"{reader.prefix}: none of {len(chosen)} documents gives a sample (at least 2 "
                 f"tokens, one of them to learn within {max_length + 1})"
             )
-
-    def _tokens(self) -> NDArray[np.int64]:
-        """Return the tokens of every document of the file."""
-        sums = np.concatenate([[0], np.cumsum(self.reader.lengths, dtype=np.int64)])
-        return np.diff(sums[self.reader.document_indices])
 
     def _first_learned(self) -> NDArray[np.int64]:
         """Return the place of the first token of every document that bears loss as a label."""
