@@ -4,7 +4,6 @@ T tokens, H hidden, I inner width, G groups, N state size, h heads of P channels
 convolution; I, G and h are those of this rank, B documents.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -87,7 +86,6 @@ class Mamba2(nn.Module):
         )
         self._scan = build.kernels.ssd_scan
         self._exchange = build.shared(HeadExchange, lambda: HeadExchange(build.mesh.cp))
-        self._part_sizes = (size, state, state, 1)
 
     def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """[T, H] to [T, H]; with a cache in `context`, new tokens continue from its states.
@@ -98,47 +96,55 @@ class Mamba2(nn.Module):
         context.check_shares(self._exchange.group.size)
         rows: Tensor = self.in_proj(hidden)
         inner, _, grouped, _, heads = self.in_proj.local_sizes
-        z, *parts = torch.split(rows, [inner, inner, grouped, grouped, heads], dim=-1)
-        split = [
-            part.reshape(rows.shape[0], -1, size)
-            for part, size in zip(parts, self._part_sizes, strict=True)
-        ]
+        z, mixed, dt = torch.split(rows, [inner, inner + 2 * grouped, heads], dim=-1)
         documents = _Documents.of(context.batch)
         if self._exchange.group.size == 1:
-            y = self._mix(split, documents, context)
+            y = self._mix(mixed, dt, documents, context)
         else:
-            wide = self._exchange.widen(
-                (documents.cu_seqlens, documents.cu_seqlens),
-                documents.uniform,
-                (rows.shape[0], rows.shape[0]),
-                rows.device,
-            )
-            longest = documents.max_seqlen * self._exchange.group.size
-            documents = _Documents(wide.cu_seqlens, longest, wide.uniform)
-            y = self._mix(self._exchange.to_heads(split, wide), documents, context)
-            y = self._exchange.to_rows(y, wide)
+            y = self._mix_shares(mixed, dt, documents, context)
         out: Tensor = self.out(self.norm(y.flatten(1), z))
         return out
 
-    def _mix(
-        self, parts: Sequence[Tensor], documents: "_Documents", context: TokenContext
+    def _mix_shares(
+        self, mixed: Tensor, dt: Tensor, documents: "_Documents", context: TokenContext
     ) -> Tensor:
-        """Convolution and scan of whole documents.
+        """The same as `_mix` where each rank has a share of every document."""
+        exchange, count = self._exchange, mixed.shape[0]
+        inner, _, grouped, _, _ = self.in_proj.local_sizes
+        x, b, c = torch.split(mixed, [inner, grouped, grouped], dim=-1)
+        sizes = (self.config.head_dim, self.config.state_size, self.config.state_size, 1)
+        parts = [p.reshape(count, -1, size) for p, size in zip((x, b, c, dt), sizes, strict=True)]
+        bounds = documents.cu_seqlens
+        wide = exchange.widen((bounds, bounds), documents.uniform, (count, count), mixed.device)
+        longest = documents.max_seqlen * exchange.group.size
+        documents = _Documents(wide.cu_seqlens, longest, wide.uniform)
+        *parts, dt = (part.flatten(1) for part in exchange.to_heads(parts, wide))
+        y = self._mix(torch.cat(parts, 1), dt, documents, context)
+        return exchange.to_rows(y, wide)
 
-        x [T, h, P], b and c [T, G, N], dt [T, h, 1] to [T, h, P], for the heads that are here.
+    def _mix(
+        self, mixed: Tensor, dt: Tensor, documents: "_Documents", context: TokenContext
+    ) -> Tensor:
+        """Convolution and scan of whole documents, for the heads and groups that are here.
+
+        x, B and C in one [T, I + 2·G·N], and dt [T, h], to [T, h, P].
         """
-        cache, mamba = context.cache, self.config
+        mamba, cache = self.config, context.cache
         kept = None if cache is None else cache.recall(self.layer_index)
         inputs, states = (None, None) if kept is None else kept
-        (x, b, c), inputs = self.conv(parts[:3], documents, inputs)
-        of_heads = (self._exchange.my_heads(p) for p in (self.a_log, self.d, self.dt_bias))
-        a_log, d, dt_bias = of_heads
+        mixed, inputs = self.conv(mixed, documents, inputs)
+        count, heads = dt.shape
+        inner = heads * mamba.head_dim
+        grouped = (mixed.shape[1] - inner) // 2
+        x, b, c = torch.split(mixed, [inner, grouped, grouped], dim=-1)
+        state = (count, grouped // mamba.state_size, mamba.state_size)
+        a_log, d, dt_bias = map(self._exchange.my_heads, (self.a_log, self.d, self.dt_bias))
         y, states = self._scan(
-            x,
-            parts[3].squeeze(-1),
+            x.reshape(count, heads, mamba.head_dim),
+            dt,
             a_log,
-            b,
-            c,
+            b.reshape(state),
+            c.reshape(state),
             cu_seqlens=documents.cu_seqlens,
             max_seqlen=documents.max_seqlen,
             uniform=documents.uniform,
@@ -215,15 +221,14 @@ class CausalConv(nn.Module):
         self._exchange = build.shared(HeadExchange, lambda: HeadExchange(build.mesh.cp))
 
     def forward(
-        self, parts: Sequence[Tensor], documents: _Documents, before: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """silu of the convolution of x, B and C, and the last W-1 inputs of each document.
+        self, rows: Tensor, documents: _Documents, before: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """silu of the convolution [T, I + 2·G·N], and the last W-1 inputs of each document.
 
-        x [T, h, P], b and c [T, G, N] keep their shapes; `before` and what is returned of the
-        inputs are [B, W-1, I + 2·G·N].
+        `before` [B, W-1, I + 2·G·N] are the inputs before the batch's.
         """
-        mixed, last = self._conv(
-            torch.cat([part.flatten(1) for part in parts], 1),
+        return self._conv(
+            rows,
             self._mine(self.weight),
             None if self.bias is None else self._mine(self.bias),
             cu_seqlens=documents.cu_seqlens,
@@ -231,8 +236,6 @@ class CausalConv(nn.Module):
             initial_states=before,
             silu=True,
         )
-        split = torch.split(mixed, [part.shape[1:].numel() for part in parts], 1)
-        return tuple(y.reshape(x.shape) for y, x in zip(split, parts, strict=True)), last
 
     def _mine(self, parameter: Tensor) -> Tensor:
         """The rows of the weight or bias for the channels that are here."""
