@@ -64,6 +64,13 @@ def test_ranked_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
 
 
+def test_schedules_that_a_ranking_tries(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*COST, "--model", "llama-3-8b", "--machine", "a100", "--top", "60", "--schedules"]
+    found = json.loads(run(capsys, [*argv, "zb-h1", "--json"]))["estimates"]
+    schedules = {one["layout"].partition("schedule=")[2].split(" ")[0] for one in found}
+    assert schedules == {"", "zb-h1"}  # none where there is one stage
+
+
 def test_a_layout_that_is_too_large_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["cost", "--model", "llama-3-70b", "--world", "8", "--batch", "8", "--layout", "tp=8"]
     assert "GiB of 80: too much" in run(capsys, argv)
@@ -112,6 +119,7 @@ def test_a_picture_without_matplotlib(
         ([*COST, "--layout", "tp=1", "--recompute", "some"], "recompute 'some': known are none"),
         ([*COST, "--recompute", "full"], "go with --layout"),
         ([*COST, "--top", "0"], "--top 0"),
+        ([*COST, "--schedules", "1f1b,zb-x"], "zb-x"),
         ([*COST, "--precision", "fp8", "--machine", "a100"], "a100 has no products in 'fp8'"),
         ([*COST, "--world", "7", "--batch", "3"], "use batch 7"),
         (["scaling", "--batch", "8"], "scaling needs --model"),

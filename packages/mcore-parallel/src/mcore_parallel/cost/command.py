@@ -70,6 +70,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--tensor-overlap", type=float, default=0.0, metavar="X", help="share hidden (default 0)")
     add("--expert-overlap", type=float, default=0.0, metavar="X", help="share hidden (default 0)")
     add("--dispatch", default="all-to-all", help="all-to-all (default) or by-node")
+    add(
+        "--schedules",
+        default="1f1b,interleaved",
+        metavar="A,…",
+        help="pipeline schedules that a ranking tries (default 1f1b,interleaved)",
+    )
     add("--json", action="store_true", help="print JSON")
 
 
@@ -93,7 +99,8 @@ def run_cost(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--micro-batch and --recompute go with --layout: a ranking tries them all")
     if args.top < 1:
         raise ValueError(f"--top {args.top}: at least 1 layout is shown")
-    ranking = rank(planner, _work(args, args.batch), keep=args.top)
+    schedules = args.schedules.split(",")
+    ranking = rank(planner, _work(args, args.batch), keep=args.top, schedules=schedules)
     return {
         "tried": ranking.tried,
         "too_large": ranking.too_large,
@@ -115,7 +122,9 @@ def run_scaling(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for world in _worlds(args.worlds):
         batch = args.batch or max(1, round(args.batch_per_gpu * world))
-        ranking = rank(Planner(shape, machine, world), _work(args, batch), keep=3)
+        planner = Planner(shape, machine, world)
+        schedules = args.schedules.split(",")
+        ranking = rank(planner, _work(args, batch), keep=3, schedules=schedules)
         rows.append(describe(ranking.best[0]))
     grows = "fixed" if args.batch else "growing"
     found = {"model": args.model, "machine": machine.name, "batch": grows, "rows": rows}
