@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from mcore_data import (
     BatchSampler,
     BERTDataset,
+    Blend,
+    Corpus,
     IndexedReader,
     IndexedWriter,
     MaskingConfig,
@@ -267,6 +269,20 @@ def test_t5_samples(reader):
             {SEP: 2, **{900 + k: 2 for k in range(SPANS.counts(len(text))[1])}}
         )
         assert not sample.encoder_tokens[sample.encoder_length :].any()
+
+
+def test_a_split_cuts_between_documents(reader):
+    """Blends take samples of sentences too: no document lies in two parts."""
+    corpus = Corpus(train=Blend(prefixes=(str(reader.prefix),)), split="8,2")
+    options = {"dataset": BERTDataset, "by": "documents", "masking": MASKING}
+    parts = corpus.build(train=100, validation=None, test=0, seq_length=24, **options)
+    owners = []
+    for dataset in (parts.train, parts.validation["validation"]):
+        source = dataset.source
+        firsts = [source.stretch(i)[0] for i in range(len(source))]
+        owners.append({source.document_of(first) for first in firsts})
+    assert len(parts.train) >= 100
+    assert max(owners[0]) < 24 <= min(owners[1])
 
 
 def test_batches_hold_what_the_samples_hold(reader):

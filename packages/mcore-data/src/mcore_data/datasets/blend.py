@@ -80,6 +80,23 @@ class Blend:
         weights = tuple(number for number in numbers[::2] if number is not None)
         return cls(prefixes=tuple(words[1::2]), weights=weights)
 
+    @classmethod
+    def from_json(cls, entry: Any) -> Self:
+        """Read a text or list as `parse` does, or `{"files": [...], "counts": [...]}`.
+
+        In place of counts an object may have weights. ValueError or TypeError for anything else.
+        """
+        if isinstance(entry, str | list):
+            return cls.parse(entry)
+        if not isinstance(entry, dict):
+            raise ValueError(f"a blend is a list, a text or an object, not {type(entry).__name__}")
+        unknown = sorted(set(entry) - {"files", "counts", "weights"})
+        if unknown or "files" not in entry:
+            raise ValueError(f"keys are files, weights and counts, not {unknown or [*entry]}")
+        columns = (("prefixes", "files"), ("weights", "weights"), ("counts", "counts"))
+        found = {name: tuple(entry[key]) for name, key in columns if entry.get(key) is not None}
+        return cls(**found)
+
     def names(self) -> list[str]:
         """Return a short name for each file: the last part of its path, where that is enough."""
         short = [Path(prefix).name for prefix in self.prefixes]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from mcore_data.datasets.blend import (
     Blend,
@@ -20,6 +20,7 @@ from mcore_data.datasets.sample import SampleSource
 from mcore_data.datasets.splits import document_ranges, parse_split
 from mcore_data.indexed import IndexedReader
 
+Unit = Literal["sequences", "documents"]
 _PARTS: Final = ("train", "validation", "test")
 _OTHER_NAMES: Final = {"training": "train", "valid": "validation"}
 
@@ -187,6 +188,7 @@ class Corpus:
         seed: int = 1234,
         cache_dir: str | Path | None = None,
         dataset: Callable[..., SampleSource] = GPTDataset,
+        by: Unit = "sequences",
         **options: Any,
     ) -> Parts:
         """Open the files and return the datasets; sample order is that of Megatron-LM.
@@ -198,6 +200,8 @@ class Corpus:
             seed: seed of every shuffle.
             cache_dir: where index arrays are kept, see `GPTDataset`.
             dataset: what makes the samples of one file; called as `GPTDataset` is.
+            by: what a split cuts between and `dataset` counts: sequences, or documents of several
+                (for `BERTDataset` and `T5Dataset`).
             options: further arguments of `dataset`.
 
         Raises:
@@ -221,7 +225,8 @@ class Corpus:
         made: dict[str, dict[str, SampleSource]] = {name: {} for name in _PARTS}
         readers: dict[str, IndexedReader] = {}
         for part in self._parts(train, validation, test):
-            source = _build_part(part, self.split, readers, open_source, cache_dir)
+            ranges = _ranges(part, self.split, readers, by)
+            source = _build_part(part, ranges, readers, open_source, cache_dir)
             if source is not None:
                 kind, _, name = part.name.partition("/")
                 made[kind][name or kind] = source
@@ -300,23 +305,7 @@ class Corpus:
 
 def _read_blend(entry: Any, where: str) -> Blend:
     try:
-        if isinstance(entry, dict):
-            unknown = sorted(set(entry) - {"files", "counts", "weights"})
-            if unknown or "files" not in entry:
-                raise ValueError(f"keys are files, weights and counts, not {unknown or [*entry]}")
-            columns = {
-                name: tuple(entry[key])
-                for name, key in (
-                    ("prefixes", "files"),
-                    ("weights", "weights"),
-                    ("counts", "counts"),
-                )
-                if entry.get(key) is not None
-            }
-            return Blend(**columns)
-        if isinstance(entry, str | list):
-            return Blend.parse(entry)
-        raise ValueError(f"a blend is a list, a text or an object, not {type(entry).__name__}")
+        return Blend.from_json(entry)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -329,13 +318,16 @@ def _check_sizes(seq_length: int, **counts: int | None) -> None:
             raise ValueError(f"{name}={count} samples: give 0 to leave the part out, or more")
 
 
-def _ranges(part: _Part, split: str | None, readers: dict[str, IndexedReader]) -> list[range]:
-    """Open the files of a part and return which of their sequences belong to it."""
+def _ranges(
+    part: _Part, split: str | None, readers: dict[str, IndexedReader], by: Unit = "sequences"
+) -> list[range]:
+    """Open the files of a part and return which of their sequences or documents belong to it."""
     ranges = []
     for prefix in part.blend.prefixes:
         if prefix not in readers:
             readers[prefix] = IndexedReader(prefix)
-        count = len(readers[prefix])
+        reader = readers[prefix]
+        count = len(reader) if by == "sequences" else reader.num_documents
         if part.cut is None or split is None:
             ranges.append(range(count))
         else:
@@ -379,12 +371,11 @@ def _plan(
 
 def _build_part(
     part: _Part,
-    split: str | None,
+    ranges: list[range],
     readers: dict[str, IndexedReader],
     open_source: Callable[[IndexedReader, range, int | None], SampleSource],
     cache_dir: str | Path | None,
 ) -> SampleSource | None:
-    ranges = _ranges(part, split, readers)
     if not any(ranges):
         return None
     prefixes = part.blend.prefixes
