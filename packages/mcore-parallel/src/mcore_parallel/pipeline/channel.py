@@ -35,7 +35,7 @@ class Message:
 
     def __init__(self, tensor: Tensor, work: Work | None) -> None:
         self._tensor = tensor
-        self._work = work
+        self._work: Any = work
 
     def wait(self, timeout: datetime.timedelta | None = None) -> Tensor:
         """Return the tensor once it may be used (on CUDA: by the current stream).
