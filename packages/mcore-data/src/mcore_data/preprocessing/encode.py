@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class Gathered:
         size = sum(map(len, sequences))
         if size > MAX_LENGTH:
             raise BadDocumentError(f"a document of {size} tokens, the format holds {MAX_LENGTH}")
-        self._tokens += [np.array(ids, self._dtype) for ids in sequences]
+        self._tokens += [_packed(ids, self._dtype) for ids in sequences]
         self._lengths += map(len, sequences)
         self._sequences.append(len(sequences))
         if self._modes is not None:
@@ -128,6 +129,13 @@ class Gathered:
             sequences=np.array(self._sequences, np.int64),
             modes=None if self._modes is None else np.array(self._modes, np.int8),
         )
+
+
+def _packed(ids: Sequence[int] | NDArray[np.integer[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if isinstance(ids, np.ndarray):
+        return ids.astype(dtype)
+    # Twice as fast as numpy's own conversion of lists.
+    return np.frombuffer(array("q", ids), np.int64).astype(dtype)
 
 
 def _decode(raw: bytes, tally: Tally) -> str:
