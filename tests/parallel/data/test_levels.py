@@ -1,11 +1,15 @@
 """Which parameters full sharding cuts, which it leaves whole, and what it refuses."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mcore_parallel import SGD, ParallelConfig, ParallelMesh, ShardedOptimizer, param_specs
+from mcore_parallel.cli import main
 from mcore_parallel.data import GradientBuckets, data_parallel, whole
 from mcore_parallel.layout import check_tiling, gather_all, gather_layouts
 from mcore_parallel.spec import Init, ParamSpec
@@ -116,3 +120,19 @@ def test_mistakes_are_named(ranks):
     assert "needs whole ones: use sharding gradients" in partition
     assert "call data_parallel(model, …)" in buckets
     assert spec == "parameter 0.weight has no spec"
+
+
+FLAGS = re.MULTILINE | re.DOTALL
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "data-parallel.md").read_text()
+
+
+def test_the_page_tells_the_truth(capsys):
+    ((command, printed),) = re.findall(
+        r"^```text\n\$ mcore-parallel (.*?)\n(.*?)^```$", PAGE, FLAGS
+    )
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == printed
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, FLAGS)
+    found = {}
+    exec(code, found)
+    assert found["optimizer"].step_count == 5
