@@ -116,7 +116,7 @@ def test_a_picture_without_matplotlib(
         ([*COST, "--layout", "tp=2 sq"], "layout item 'sq'"),
         ([*COST, "--layout", "dp=3"], "world size 8"),
         ([*COST, "--layout", "tp=1", "--batch", "12"], "use batch 8 or 16"),
-        ([*COST, "--layout", "tp=1", "--recompute", "some"], "recompute 'some': known are none"),
+        ([*COST, "--layout", "tp=1", "--recompute", "some"], "recompute 'some': use none"),
         ([*COST, "--recompute", "full"], "go with --layout"),
         ([*COST, "--top", "0"], "--top 0"),
         ([*COST, "--schedules", "1f1b,zb-x"], "zb-x"),

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "scaling.md"
 SHOWN = re.compile(r"```sh\n(mcore-parallel .*?)```\n\n```text\n(.*?)```", re.DOTALL)
 ROW = re.compile(
     r"^ *(\d+) +(\d+) +([\d.]+) +([\d.]+)% +([\d.]+) .*?  "
-    r"(tp=.*) micro-batch=(\d+) recompute=(\w+)$"
+    r"(tp=.*) micro-batch=(\d+) recompute=(\S+)$"
 )
 
 

@@ -18,6 +18,7 @@ from mcore_parallel.cost import (
     Runtime,
     Workload,
     estimate,
+    ladder,
     machine,
     points,
     shape,
@@ -109,12 +110,30 @@ def test_recomputation_costs_a_forward_pass_and_keeps_inputs() -> None:
     head = 6 * LLAMA.head / LLAMA.flops_per_token(4096)
     assert again.step / plain.step == pytest.approx(1 + (1 - head) / 3, rel=1e-9)
     assert again.memory[0].activations == 32 * 4096 * 4096 * 2
-    core = cost("tp=1", 1, on=IDEAL, recompute="attention")
+    core = cost("tp=1", 1, on=IDEAL, recompute="core_attn")
     assert core.step - plain.step == pytest.approx(plain.seconds["attention"] / 3)
-    light = cost("tp=1", 1, recompute="light")
+    light = cost("tp=1", 1, recompute="norm+act")
     assert light.seconds["streaming"] > cost("tp=1", 1).seconds["streaming"]
-    kept = [cost("tp=1", 1, recompute=x).memory[0].activations for x in ("none", "light", "full")]
+    assert light.seconds["products"] == cost("tp=1", 1).seconds["products"]
+
+
+@pytest.mark.parametrize("model", [LLAMA, MIXTRAL, LATENT])
+def test_more_recomputation_saves_memory_and_costs_time(model: ModelShape) -> None:
+    ways = ladder(model)
+    found = [cost("dp=8 ep=1", 8, model, recompute=again) for again in ways]
+    kept = [one.memory[0].activations for one in found]
     assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(ways) == 4
+    steps = [one.step for one in found]
+    assert steps == sorted(steps)
+
+
+def test_whole_parts_that_are_computed_again() -> None:
+    plain, again = cost("tp=1", 1, on=IDEAL), cost("tp=1", 1, on=IDEAL, recompute="norm+mlp")
+    mlp = 2 * 32 * 3 * 4096 * 14336 * 64 * 4096 / 1e15
+    assert again.step - plain.step == pytest.approx(mlp)
+    saved = plain.memory[0].activations - again.memory[0].activations
+    assert saved == 4096 * 32 * 2 * (3 * 14336 + 2 * 4096)  # of MLPs, and of both norms
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -131,7 +150,7 @@ def test_activations_are_those_of_the_published_formula(tp: int) -> None:
     scores = 5 * heads * s / h
     assert kept(f"tp={tp}") == pytest.approx(10 + (24 + scores) / tp)
     assert kept(f"tp={tp} sp") == pytest.approx((34 + scores) / tp)
-    assert kept(f"tp={tp} sp", recompute="attention") == pytest.approx(34 / tp)
+    assert kept(f"tp={tp} sp", recompute="core_attn") == pytest.approx(34 / tp)
     assert kept(f"tp={tp}", recompute="full") == pytest.approx(2)
 
 
@@ -188,6 +207,8 @@ def test_what_hides_communication() -> None:
     experts = cost("ep=8 dp=8", 8, MIXTRAL).seconds["ep"]
     assert experts > 0
     assert cost("ep=8 dp=8", 8, MIXTRAL, runtime=Runtime(expert_overlap=1.0)).seconds["ep"] == 0
+    gathered = cost("ep=8 dp=8 dispatch=all-gather", 8, MIXTRAL).seconds["ep"]
+    assert gathered > experts  # 8 ranks for the 2 experts of a token
     open_, hiding = cost("dp=64 overlap=0", 64), cost("dp=64", 64)
     assert hiding.seconds["dp"] < open_.seconds["dp"]
     ring = {kind: cost(f"cp=8 cp-kind={kind}", 8).seconds["cp"] for kind in ("ring", "all-gather")}
@@ -292,7 +313,11 @@ def test_what_cannot_be_is_said_in_one_line(
         (lambda: Runtime(imbalance=0.5), "use 1 or more"),
         (lambda: Runtime(communication_share=1.0), "leaves nothing"),
         (lambda: Runtime(dispatch="x"), "'x': known are"),  # type: ignore[arg-type]
-        (lambda: Workload(batch=1, seq_length=1, recompute="all"), "known are none"),  # type: ignore[arg-type]
+        (
+            lambda: Workload(batch=1, seq_length=1, recompute="all"),
+            "use none, full, or some of core",
+        ),
+        (lambda: Workload(batch=1, seq_length=1, recompute="norm+norm"), "each once"),
         (lambda: replace(IDEAL, gpus_per_node=0), "at least 1, not 0"),
     ],
 )

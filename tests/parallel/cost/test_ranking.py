@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_parallel import ParallelConfig
-from mcore_parallel.cost import Planner, Workload, layouts, machine, rank, shape
+from mcore_parallel.cost import Planner, Workload, ladder, layouts, machine, rank, shape
 
 H100 = machine("h100")
 
@@ -19,7 +19,7 @@ def test_the_best_is_the_best_of_all_that_fit() -> None:
     every = []
     tried = 0
     for config, micro_batch in layouts(planner, 4096):
-        for recompute in ("none", "light", "full"):
+        for recompute in ladder(planner.shape):
             try:
                 asked = replace(work, micro_batch=micro_batch, recompute=recompute)
                 found = planner.estimate(config, asked, simulated=False)
@@ -68,5 +68,5 @@ def test_a_thousand_layouts_of_16384_gpus_take_seconds() -> None:
     published = ParallelConfig.parse(
         "tp=8 pp=16 sp schedule=interleaved chunks=8 count-embedding count-loss"
     )
-    work = Workload(batch=2048, seq_length=8192, recompute="light")
+    work = Workload(batch=2048, seq_length=8192, recompute="norm+act")
     assert ranking.best[0].step < planner.estimate(published, work).step

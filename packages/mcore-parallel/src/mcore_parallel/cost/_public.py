@@ -15,7 +15,7 @@ from mcore_parallel.cost.machines import MACHINES, Link, Machine, Rate, machine
 from mcore_parallel.cost.memory import Memory
 from mcore_parallel.cost.planner import Estimate, Planner, check_fit, estimate
 from mcore_parallel.cost.published import Point, points
-from mcore_parallel.cost.ranking import Ranking, layouts, rank
+from mcore_parallel.cost.ranking import Ranking, ladder, layouts, rank
 from mcore_parallel.cost.shapes import SHAPES, shape
 from mcore_parallel.cost.work import Precision, Runtime, Workload
 
@@ -44,6 +44,7 @@ __all__ = [
     "check_fit",
     "count_layer",
     "estimate",
+    "ladder",
     "layouts",
     "machine",
     "points",

@@ -43,7 +43,7 @@ def add_commands(commands: Any) -> None:
     cost.add_argument("--layout", metavar="TEXT", help="such as 'tp=8,pp=16,sp'")
     cost.add_argument("--micro-batch", type=int, default=1, metavar="M", help="with --layout")
     cost.add_argument(
-        "--recompute", default="none", help="with --layout: none (default), light, attention, full"
+        "--recompute", default="none", help="with --layout: none (default), full, or norm+mlp+…"
     )
     cost.add_argument("--top", type=int, default=10, metavar="K", help="layouts shown (default 10)")
     _add_model(cost)

@@ -9,19 +9,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mcore_parallel.context.kinds import ContextKind
+from mcore_parallel.cost.activations import kept_by_norm, kept_by_part
 from mcore_parallel.cost.architecture import (
     AttentionShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
     MLPShape,
+    Part,
     Product,
 )
 from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.place import Place
-from mcore_parallel.cost.work import Runtime, Workload
+from mcore_parallel.cost.work import Workload
 
 _BF16 = 2.0
+_NAMES = {AttentionShape: "attention", MambaShape: "mamba", MLPShape: "mlp", ExpertsShape: "moe"}
 
 
 class Times(NamedTuple):
@@ -108,8 +111,12 @@ def layer_cost(
             part_passes = part_passes.plus(_scan(part, place))
         elif isinstance(part, ExpertsShape):
             part_passes = part_passes.plus(_experts(part, hidden, place, work))
+        if work.recomputes(_NAMES[type(part)]):
+            part_passes = part_passes.plus(Passes(backward=part_passes.forward))
+        else:
+            kept += kept_by_part(part, hidden, place, work)
         passes = passes.plus(part_passes)
-        kept += _kept(part, hidden, place, work)
+        kept += kept_by_norm(hidden, place, work)
     if any(isinstance(part, ExpertsShape) for part in layer.parts):
         passes = _slowed(passes, work.runtime.communication_share)
     if work.recompute == "full":
@@ -182,7 +189,7 @@ def _slowed(passes: Passes, taken: float) -> Passes:
     )
 
 
-def _around(hidden: int, part: object, place: Place, work: Workload) -> Passes:
+def _around(hidden: int, part: Part, place: Place, work: Workload) -> Passes:
     """The norm before a part, its residual sum, its activation, its tensor parallel collectives."""
     machine = place.machine
     # norm: read and write; residual: two read, one written
@@ -207,27 +214,26 @@ def _around(hidden: int, part: object, place: Place, work: Workload) -> Passes:
     # the input again for the weight gradient, behind the input gradient's product.
     return Passes(
         Times(streaming=forward, tp=2 * collective),
-        Times(streaming=backward, tp=2 * collective).plus(_light(hidden, part, place, work)),
+        Times(streaming=backward, tp=2 * collective).plus(_again(hidden, part, place, work)),
     )
 
 
-def _light(hidden: int, part: object, place: Place, work: Workload) -> Times:
-    """What "light" recomputation adds to the backward pass."""
-    if work.recompute != "light":
-        return Times()
-    machine = place.machine
-    again = Times(streaming=machine.stream(2 * place.share * hidden * _BF16))
-    if isinstance(part, ExpertsShape):
-        rows = place.tokens / place.tp * part.top_k * place.etp * work.runtime.imbalance
-        again = again.plus(_activation(part.expert, rows / place.etp, machine))
-    mlp = part.shared if isinstance(part, ExpertsShape) else part
-    if isinstance(mlp, MLPShape):
-        again = again.plus(_activation(mlp, place.tokens / place.tp, machine))
-    if isinstance(part, AttentionShape) and part.kv_rank:
+def _again(hidden: int, part: Part, place: Place, work: Workload) -> Times:
+    """What cheap recomputation adds to the backward pass."""
+    machine, again = place.machine, Times()
+    if work.recomputes("norm"):
+        again = again.plus(Times(streaming=machine.stream(2 * place.share * hidden * _BF16)))
+    if work.recomputes("act"):
+        if isinstance(part, ExpertsShape):
+            rows = place.tokens / place.tp * part.top_k * place.etp * work.runtime.imbalance
+            again = again.plus(_activation(part.expert, rows / place.etp, machine))
+        mlp = part.shared if isinstance(part, ExpertsShape) else part
+        if isinstance(mlp, MLPShape):
+            again = again.plus(_activation(mlp, place.tokens / place.tp, machine))
+    if work.recomputes("up") and isinstance(part, AttentionShape) and part.kv_rank:
         for product in part.products(hidden):
             if product.inputs in (part.q_rank, part.kv_rank):
-                passes = _product(product, place, work)
-                again = again.plus(passes.forward)
+                again = again.plus(_product(product, place, work).forward)
     return again
 
 
@@ -261,7 +267,7 @@ def _attention(part: AttentionShape, place: Place, work: Workload, kind: Context
         core = max(flops / rate, 0.0) + swept
         back = 2 * flops / rate + 1.2 * swept
     sent, returned = _context(part, core, back, place, kind)
-    again = core if work.recompute == "attention" else 0.0
+    again = core if work.recomputes("core_attn") else 0.0
     return Passes(Times(attention=core, cp=sent), Times(attention=back + again, cp=returned))
 
 
@@ -334,6 +340,9 @@ def _exchange(part: ExpertsShape, width: int, place: Place, work: Workload) -> t
     etp = place.etp_link.all_gather(tokens * part.top_k * place.etp * width)
     if place.ep == 1:
         return etp * to_expert, etp * from_expert
+    if place.dispatcher == "all-gather":
+        gathered = place.ep_link.all_gather(tokens * place.ep * place.etp * width)
+        return gathered * to_expert, 2 * gathered * from_expert  # sums come back as fp32
     if work.runtime.dispatch == "all-to-all" or place.ep_link.inside:
         sent = tokens * part.top_k * width
         return (
@@ -350,44 +359,3 @@ def _exchange(part: ExpertsShape, width: int, place: Place, work: Workload) -> t
         place.ep_link.all_to_all(sent * to_expert, nodes=away) + etp * to_expert,
         place.ep_link.all_to_all(sent * from_expert, nodes=away) + etp * from_expert,
     )
-
-
-def _kept(part: object, hidden: int, place: Place, work: Workload) -> float:
-    """Bytes that the backward of a part needs: inputs of its norm, products and activation."""
-    runtime: Runtime = work.runtime
-    byte = 1.0 if work.precision.format == "fp8" else _BF16
-    inner = 0.0 if work.recompute == "light" else byte
-    tokens, share, tp = place.tokens, place.share, place.tp
-    light = work.recompute == "light"
-    kept = share * hidden * (_BF16 + (0 if light else byte))  # into the norm, and out of it
-    if runtime.dropout:
-        kept += share * hidden
-    if isinstance(part, AttentionShape):
-        heads = part.num_heads / tp
-        keys = part.kv_width / min(tp, part.kv_heads)
-        if not (light and part.kv_rank):
-            kept += tokens * (heads * part.head_size + keys) * _BF16
-        kept += tokens * heads * part.values * _BF16
-        if runtime.fused_attention:  # log-sum-exp
-            kept += tokens * heads * 4
-        kept += tokens * (part.q_rank + part.kv_rank) * _BF16
-        if not runtime.fused_attention and work.recompute == "none":
-            pairs = place.micro_batch * place.seq_length**2 / place.cp
-            kept += pairs * heads * (5 if runtime.dropout else 2)
-    elif isinstance(part, MambaShape):
-        kept += tokens * (part.inner * 3 + part.conv_channels * 2) * _BF16 / tp
-    elif isinstance(part, MLPShape):
-        kept += _kept_inner(part, tokens / tp, inner)
-    elif isinstance(part, ExpertsShape):
-        rows = tokens / tp * part.top_k * place.etp * runtime.imbalance
-        kept += rows * part.inputs(hidden) * byte + _kept_inner(
-            part.expert, rows / place.etp, inner
-        )
-        if part.shared is not None:
-            kept += _kept_inner(part.shared, tokens / tp, inner)
-    return kept
-
-
-def _kept_inner(part: MLPShape, tokens: float, after: float) -> float:
-    wide = (2 if part.gated else 1) * _BF16 + after  # before and after the activation
-    return tokens * part.width * wide

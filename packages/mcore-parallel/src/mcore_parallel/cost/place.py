@@ -24,6 +24,7 @@ class Place:
     ep: int
     etp: int
     sequence_parallel: bool
+    dispatcher: str
     micro_batch: int
     seq_length: int
     machine: Machine
@@ -65,6 +66,7 @@ def place(config: ParallelConfig, machine: Machine, work: Workload) -> Place:
         ep=config.ep,
         etp=config.etp,
         sequence_parallel=config.sequence_parallel and config.tp > 1,
+        dispatcher=config.dispatcher,
         micro_batch=work.micro_batch,
         seq_length=work.seq_length,
         machine=machine,

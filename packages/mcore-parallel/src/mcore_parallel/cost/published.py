@@ -64,7 +64,7 @@ def _korthikanti() -> list[Point]:
         if chunks > 1:
             layout += f" schedule=interleaved chunks={chunks}"
         work = Workload(
-            batch=batch, seq_length=2048, micro_batch=micro, recompute="attention", runtime=runtime
+            batch=batch, seq_length=2048, micro_batch=micro, recompute="core_attn", runtime=runtime
         )
         common = partial(
             Point,
@@ -118,9 +118,9 @@ def _llama() -> list[Point]:
             machine="h100",
             world=world,
             layout=f"tp=8 {cp} pp=16 sp schedule=interleaved chunks=8 count-embedding count-loss",
-            work=Workload(batch=batch, seq_length=length, recompute="light"),
+            work=Workload(batch=batch, seq_length=length, recompute="norm+act"),
             seconds=model.flops_per_token(length) * batch * length / world / rate,
-            assumed="8 chunks, light recomputation",
+            assumed="8 chunks, norms and activations recomputed",
         )
         for world, cp, length, batch, rate in rows
     ]
@@ -188,7 +188,7 @@ def _deepseek() -> list[Point]:
             batch=batch,
             seq_length=length,
             precision=precision,
-            recompute="light",
+            recompute="norm+act+up",
             runtime=Runtime(expert_overlap=1.0, dispatch="by-node", communication_share=20 / 132),
         ),
         seconds=180e3 * 3600 / 1e12 * batch * length / world,
@@ -205,11 +205,11 @@ def _deepseek() -> list[Point]:
             batch=8192,
             seq_length=length,
             precision=replace(precision, dispatch=2.0),
-            recompute="light",
+            recompute="norm+act+up",
             runtime=Runtime(dispatch="by-node"),
         ),
         seconds=8192 * length / 1024 / 1297,
-        assumed="light recomputation",
+        assumed="norms, activations and projections up recomputed",
     )
     return [theirs, bridge]
 

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.architecture import AttentionShape, ExpertsShape
+from mcore_parallel.cost.architecture import (
+    AttentionShape,
+    ExpertsShape,
+    MambaShape,
+    MLPShape,
+    ModelShape,
+)
 from mcore_parallel.cost.planner import Estimate, Planner
-from mcore_parallel.cost.work import Recompute, Workload
+from mcore_parallel.cost.work import Workload
 
-_LADDER: tuple[Recompute, ...] = ("none", "light", "full")  # each saves memory, and costs time
 _MICRO_BATCHES = (1, 2, 4)
 _SCHEDULES = ("1f1b", "interleaved")
 _LONGEST_PIPELINE = 64
@@ -35,18 +40,20 @@ def rank(
     *,
     keep: int = 10,
     schedules: Sequence[str] = _SCHEDULES,
-    recompute: Sequence[Recompute] = _LADDER,
+    recompute: Sequence[str] | None = None,
 ) -> Ranking:
     """Return the fastest layouts that fit into memory.
 
     work: its micro_batch and recompute are chosen anew; a layout takes the first entry of
-    `recompute` with which it fits. All are compared by formula, the `keep` best are then simulated.
-    ValueError when no layout is left, with the memory of the smallest, or why the first cannot be.
+    `recompute` (default `ladder`) with which it fits. All are compared by formula, the `keep` best
+    are then simulated. ValueError when no layout is left, with the memory of the smallest, or why
+    the first cannot be.
     """
     planner.machine.rate(work.precision.format)
     found: list[Estimate] = []
     tried, least = 0, float("inf")
     refusals: list[ValueError] = []
+    recompute = ladder(planner.shape) if recompute is None else recompute
     for config, micro_batch in layouts(planner, work.seq_length, schedules):
         try:
             for again in recompute:
@@ -68,6 +75,14 @@ def rank(
     return Ranking(
         best=tuple(best), tried=tried, too_large=tried - len(found), refused=len(refusals)
     )
+
+
+def ladder(shape: ModelShape) -> tuple[str, ...]:
+    """Return recomputations of which each saves more memory and costs more time than the last."""
+    parts = [part for layer, _ in shape.kinds for part in layer.parts]
+    names = ((MLPShape, "mlp"), (ExpertsShape, "moe"), (MambaShape, "mamba"))
+    whole = [name for kind, name in names if any(isinstance(part, kind) for part in parts)]
+    return "none", "norm", "+".join(["norm", *whole]), "full"
 
 
 def _nothing(planner: Planner, tried: int, least: float, refusals: list[ValueError]) -> str:

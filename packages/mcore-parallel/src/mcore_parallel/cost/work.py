@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-Recompute: TypeAlias = Literal["none", "attention", "light", "full"]
 Dispatch: TypeAlias = Literal["all-to-all", "by-node"]
+RECOMPUTED = ("core_attn", "norm", "act", "up", "mlp", "moe", "mamba")
+"""Parts that `Workload.recompute` can name."""
+
 _FORMATS = ("bf16", "fp8")
 
 
@@ -74,15 +76,16 @@ class Runtime:
 class Workload:
     """One training step: `batch` sequences of `seq_length` tokens, `micro_batch` at a time.
 
-    recompute: what the backward pass computes again. "attention": the attention core. "light": what
-    costs next to nothing, outputs of norms and activations and the projections up from latent
-    queries, keys and values. "full": the whole layer from its input.
+    recompute: what the backward pass computes again: "none", "full" (every layer from its input),
+    or parts joined by "+": "core_attn" (attention between its projections), "norm" and "act"
+    (outputs of norms and of activations), "up" (projections up from latent queries, keys and
+    values), and whole "mlp", "moe" and "mamba".
     """
 
     batch: int
     seq_length: int
     micro_batch: int = 1
-    recompute: Recompute = "none"
+    recompute: str = "none"
     precision: Precision = Precision()
     runtime: Runtime = Runtime()
 
@@ -91,10 +94,18 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.recompute not in get_args(Recompute):
-            raise ValueError(
-                f"recompute {self.recompute!r}: known are {', '.join(get_args(Recompute))}"
-            )
+        parts = self.recompute.split("+")
+        if self.recompute not in ("none", "full"):
+            unknown = [part for part in parts if part not in RECOMPUTED]
+            if unknown or len(set(parts)) < len(parts):
+                raise ValueError(
+                    f"recompute {self.recompute!r}: use none, full, or some of "
+                    f"{', '.join(RECOMPUTED)} joined by +, each once"
+                )
+
+    def recomputes(self, part: str) -> bool:
+        """Return whether that part is computed again by itself."""
+        return part in self.recompute.split("+")
 
     @property
     def tokens(self) -> int:
