@@ -1,14 +1,22 @@
 """What each level of sharding keeps: counted in the tensors that are alive."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mcore_parallel import ParallelConfig, ParallelMesh, ShardedOptimizer, param_specs
-from mcore_parallel.data import data_parallel
+from mcore_parallel import (
+    ParallelConfig,
+    ParallelMesh,
+    RngKey,
+    ShardedOptimizer,
+    initialise,
+    param_specs,
+)
+from mcore_parallel.data import data_parallel, modules
 
 WIDTH = 64
 LAYERS = 4
@@ -70,3 +78,36 @@ def kept(sharding, replicas):
 )
 def test_each_level_keeps_less(ranks, sharding, replicas, parts):
     assert ranks.run(kept, 4, sharding, replicas) == pytest.approx([parts] * 4, rel=0.03)
+
+
+def cut_from_nothing(key):
+    """The most that a rank holds while a model on meta is cut, in sizes of the model."""
+    before = alive()
+    mesh = ParallelMesh.create(ParallelConfig(sharding="parameters"))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(LAYERS)))
+    specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+    held = []
+    cut = modules.fully_shard
+
+    def watched(*args, **options):
+        held.append(alive() - before)
+        return cut(*args, **options)
+
+    with mock.patch.object(modules, "fully_shard", watched):
+        buckets = data_parallel(model, specs, mesh, units=model, key=key)
+    found = [param.full_tensor() for param in model.parameters()]
+    wanted = {name: torch.zeros(spec.layout.shape) for name, spec in specs.items()}
+    if key is not None:
+        initialise(wanted, specs, key)
+    same = all(a.equal(b) for a, b in zip(found, wanted.values(), strict=True))
+    buckets.close()
+    mesh.close()
+    return max(held) / (4 * LAYERS * WIDTH**2), same
+
+
+@pytest.mark.parametrize("key", [None, RngKey(3)])
+def test_the_whole_model_is_never_in_memory(ranks, key):
+    """One unit, and the shares of those before it; the values are those of one process."""
+    for most, same in ranks.run(cut_from_nothing, 4, key):
+        assert most < 1 / LAYERS + 1 / 4 + 0.05
+        assert same

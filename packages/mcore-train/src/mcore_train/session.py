@@ -112,11 +112,17 @@ def build_session(
         mesh,
         kernels=config.kernels,
         dtype=_DTYPES[config.precision],
+        device="meta",  # `data_parallel` gives memory to what this rank keeps of it
         key=RngKey(config.seed),
         recompute=config.recompute,
     )
     buckets = data_parallel(
-        model, model.specs(), mesh, units=_units(model), methods=("stage_forward",)
+        model,
+        model.specs(),
+        mesh,
+        units=_units(model),
+        methods=("stage_forward",),
+        key=RngKey(config.seed),
     )
     optimizer = ShardedOptimizer(
         buckets,

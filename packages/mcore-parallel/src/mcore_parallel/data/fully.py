@@ -16,6 +16,7 @@ from mcore_parallel.data.modules import shard_modules
 from mcore_parallel.data.share import Piece, Share, Slot, grads_of, sharding_groups, split_syncs
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.rng import RngKey
 from mcore_parallel.spec import ParamSpec
 
 
@@ -110,9 +111,10 @@ class FullySharded(GradientBuckets):
         *,
         units: Iterable[nn.Module],
         methods: Sequence[str],
+        key: RngKey | None,
     ) -> None:
         check_specs(dict(model.named_parameters()), specs)
-        self._sharded = shard_modules(model, specs, mesh, units=units, methods=methods)
+        self._sharded = shard_modules(model, specs, mesh, units=units, methods=methods, key=key)
         params = dict(model.named_parameters())
         super().__init__(params, specs, mesh)
         self._cuts = {

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from mcore_parallel.data.ddp import GradientBuckets
+from mcore_parallel.data.ddp import GradientBuckets, check_specs
 from mcore_parallel.data.partition import Partition, flat
+from mcore_parallel.data.place import place
 from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.rng import RngKey
 from mcore_parallel.spec import ParamSpec
 
 
@@ -20,6 +22,7 @@ def data_parallel(
     units: Iterable[nn.Module] = (),
     methods: Sequence[str] = (),
     partition: Partition = flat,
+    key: RngKey | None = None,
 ) -> GradientBuckets:
     """Return the gradients of `model` for `ShardedOptimizer`, as `mesh.config.sharding` says.
 
@@ -32,13 +35,19 @@ def data_parallel(
     units: modules whose parameters are gathered as one, each when it is called; usually layers.
     methods: names of methods of `model`, besides `forward`, that are called from outside.
     partition: see `GradientBuckets`; parameters that are cut go by slices.
+    key: of the initial values of parameters on meta (None: zeros). They get memory on the mesh's
+    device; with "parameters" one unit after another, so that the whole model never has any.
 
     Raises:
         ValueError: a parameter has no spec or one of another shape; units share a parameter; or
             `partition` is to keep parameters whole which sharding cuts.
     """
     if mesh.config.sharding != "parameters":
-        return GradientBuckets(dict(model.named_parameters()), specs, mesh, partition=partition)
+        params = dict(model.named_parameters())
+        check_specs(params, specs)
+        by_param = {param: specs[name] for name, param in params.items()}
+        place(params.values(), by_param, mesh.device, key)
+        return GradientBuckets(params, specs, mesh, partition=partition)
     if partition is not flat:
         raise ValueError(
             "sharding parameters cuts every parameter, and this update rule needs whole ones: use "
@@ -47,4 +56,4 @@ def data_parallel(
     # Importing fully_shard takes time that the other levels need not spend.
     from mcore_parallel.data.fully import FullySharded
 
-    return FullySharded(model, specs, mesh, units=units, methods=methods)
+    return FullySharded(model, specs, mesh, units=units, methods=methods, key=key)

@@ -17,9 +17,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from mcore_parallel.data.place import place
 from mcore_parallel.data.share import sharding_groups
 from mcore_parallel.group import Group
 from mcore_parallel.mesh import ParallelMesh
+from mcore_parallel.rng import RngKey
 from mcore_parallel.spec import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -33,6 +35,7 @@ def shard_modules(
     *,
     units: Iterable[nn.Module],
     methods: Sequence[str],
+    key: RngKey | None = None,
 ) -> list[FSDPModule]:
     """Cut the parameters of `model` in place and return the modules that gather them.
 
@@ -44,13 +47,15 @@ def shard_modules(
     (its module may change it), or is an expert's beside dense ones in one module.
 
     methods: of `model`, besides `forward`, that use parameters of no unit.
+    key: of the initial values of parameters on meta, which get memory unit by unit, each for as
+    long as it takes to cut it.
 
     Raises:
         ValueError: two units, or a unit and the rest of the model, share a parameter.
     """
     units = list(units)
     _check_apart(model, units)
-    cutter = _Cutter(model, specs, mesh)
+    cutter = _Cutter(model, specs, mesh, key)
     for unit in units:
         cutter.cut(unit)
     cutter.cut(model)
@@ -65,9 +70,14 @@ class _Cutter:
     """Cuts one module after another, inner ones first; each parameter once."""
 
     def __init__(
-        self, model: nn.Module, specs: Mapping[str, ParamSpec], mesh: ParallelMesh
+        self,
+        model: nn.Module,
+        specs: Mapping[str, ParamSpec],
+        mesh: ParallelMesh,
+        key: RngKey | None,
     ) -> None:
         self.mesh = mesh
+        self.key = key
         self.cut_modules: list[FSDPModule] = []
         self._left = {param: specs[name] for name, param in model.named_parameters()}
         self._whole: set[nn.Parameter] = set()
@@ -76,6 +86,7 @@ class _Cutter:
     def cut(self, unit: nn.Module) -> None:
         """Cut what is left of a unit's parameters."""
         mine = [param for param in unit.parameters() if param in self._left]
+        place(mine, self._left, self.mesh.device, self.key)
         sizes = Counter[torch.dtype]()
         for param in mine:
             sizes[param.dtype] += param.numel()
