@@ -1,7 +1,7 @@
 """Bytes of a forward pass that its backward pass needs, part by part, on one rank.
 
-Activations are bf16, in front of fp8 products fp8. Without recomputation and with the scores written
-these are the formulas of Korthikanti et al. 2022 (arXiv:2205.05198).
+Activations are bf16, in front of fp8 products fp8. Without recomputation, and with scores that are
+written out, these are the formulas of Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 from __future__ import annotations
