@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
-from mcore_parallel.expert.backends import check_dispatcher
+from mcore_parallel.expert.backends import check_dispatcher, check_lanes
 from mcore_parallel.pipeline.actions import Line
 from mcore_parallel.pipeline.schedules import check_kind
 from mcore_parallel.stages import StageLayout, stage_layers
@@ -41,6 +41,7 @@ _FIELDS = {
     "replicas": "replicas",
     "cp-kind": "context_kind",
     "dispatch": "dispatcher",
+    "lanes": "lanes",
 }
 _KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
 
@@ -57,7 +58,8 @@ class ParallelConfig:
     tp, cp, pp, dp: sizes of the tensor, context, pipeline and data axis; dp None takes what the
     world leaves. ep, etp: expert view; etp None equals tp; the expert data axis takes the rest.
     dispatcher: how tokens reach their experts: "all-to-all", "all-gather", or one that a package
-    registers (entry points `mcore_parallel.dispatchers`).
+    registers (entry points `mcore_parallel.dispatchers`). lanes: parts of whole documents in which
+    the layers take a micro-batch: tokens of one travel while another is computed.
     sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
     context_kind: how attention goes over the context axis, as `context.parse_kinds` reads it: a
     kind for all layers, or several that the layers of the model use in turn.
@@ -87,6 +89,7 @@ class ParallelConfig:
     ep: int = 1
     etp: int | None = None
     dispatcher: str = "all-to-all"
+    lanes: int = 1
     sequence_parallel: bool = False
     context_kind: str = "ring"
     order: str = "tp-cp-ep-dp-pp"
@@ -104,7 +107,7 @@ class ParallelConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "chunks", "microbatch_group", "replicas", "bucket_size"):
+        for name in (*_SIZES, "chunks", "microbatch_group", "replicas", "lanes", "bucket_size"):
             value = getattr(self, name)
             if value is None and name in ("dp", "etp", "microbatch_group"):
                 continue
@@ -122,6 +125,7 @@ class ParallelConfig:
         self._check_pipeline()
         self._check_sharding()
         check_dispatcher(self.dispatcher)
+        check_lanes(self.lanes, self.sequence_parallel and self.tp > 1, self.sharding)
 
     def _check_sharding(self) -> None:
         if self.sharding not in SHARDINGS:
@@ -257,7 +261,7 @@ class ParallelConfig:
         =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss. Sharding over dp:
         zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters); replicas=2 (of each
         share). Attention over cp: cp-kind=two-level:4, cp-kind=all-gather*5+ring (in turn).
-        Experts: dispatch=all-gather.
+        Experts: dispatch=all-gather, lanes=2.
         Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and last=4
         (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
         stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
@@ -284,6 +288,7 @@ class ParallelConfig:
         items += ["sp"] * self.sequence_parallel
         items += [f"cp-kind={self.context_kind}"] * (self.context_kind != default.context_kind)
         items += [f"dispatch={self.dispatcher}"] * (self.dispatcher != default.dispatcher)
+        items += [f"lanes={self.lanes}"] * (self.lanes != 1)
         level = SHARDINGS.index(self.sharding)
         items += [f"zero={level}"] * (self.sharding != default.sharding)
         items += [f"replicas={self.replicas}"] * (self.replicas != 1)

@@ -234,7 +234,8 @@ class TokenContext:
 
     `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions. `auxiliary` takes
     the losses of layers; `None` where nothing is trained. `rng` is the key of what else is random
-    in this step, `None` without.
+    in this step, `None` without. `in_turns` asks a part that waits for messages to return `Steps`
+    (`mcore_parallel.expert`), which yield meanwhile, in place of its output.
     """
 
     batch: TokenBatch
@@ -243,6 +244,7 @@ class TokenContext:
     dropout: "ResidualDropout | None" = None
     auxiliary: "AuxiliaryLosses | None" = None
     rng: RngKey | None = None
+    in_turns: bool = False
 
     def check_shares(self, wanted: int) -> None:
         """Check that a layer over `wanted` context-parallel ranks can run this batch.

@@ -3,7 +3,7 @@
 T tokens, H hidden; under sequence parallelism a rank holds the hidden states [T / tp, H].
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
 from mcore_models.config import NO_PART, ModelConfig
 from mcore_parallel import gather_from_group, scatter_to_group
+from mcore_parallel.expert import Steps
 from mcore_parallel.recompute import recompute, recompute_output
 
 _BUILDERS: dict[str, Builder] = {"*": Attention, "M": Mamba2, "-": MLP, "E": MoE}
@@ -109,23 +110,49 @@ class Block(nn.Module):
             part_again=build.recompute.recomputes(name),
         )
 
-    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        """This layer's output, shaped like `hidden`."""
+    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor | Steps[Tensor]:
+        """This layer's output, shaped like `hidden`; with `context.in_turns` the steps to it."""
+        if context.in_turns:
+            return self._in_turns(hidden, context)
         for step in self._steps:
-            norm = self.get_submodule(step.norm)
-            part = partial(self._run_part, step, context)
-            if context.cache is not None:  # its entries are made once
-                out = part(norm(hidden))
-            else:
-                if step.part_again:
-                    part = partial(recompute, part)
-                out = (
-                    recompute_output(norm, hidden, part) if step.norm_again else part(norm(hidden))
-                )
-            if context.dropout is not None:
-                out = context.dropout(out, self.layer_index, step.part)
-            hidden = hidden + out
+            if not self._is_idle(step, hidden):
+                hidden = self._add(hidden, self._output(step, hidden, context), step, context)
         return hidden
+
+    def _in_turns(self, hidden: Tensor, context: TokenContext) -> Steps[Tensor]:
+        """As `forward`; yields where a part does. What is recomputed runs as one."""
+        whole = replace(context, in_turns=False)
+        for step in self._steps:
+            if self._is_idle(step, hidden):
+                continue
+            if step.norm_again or step.part_again or step.sees_all_tokens:
+                out = self._output(step, hidden, whole)
+            else:
+                found = self._call_part(step, self.get_submodule(step.norm)(hidden), context)
+                out = (yield from found) if isinstance(found, Generator) else found
+            hidden = self._add(hidden, out, step, context)
+        return hidden
+
+    def _is_idle(self, step: _Step, hidden: Tensor) -> bool:
+        """Whether there is nothing to do: no tokens, here and on all ranks of tp and cp.
+
+        Only experts then have to do with tokens of other ranks.
+        """
+        return not len(hidden) and not isinstance(self.get_submodule(step.part), MoE)
+
+    def _output(self, step: _Step, hidden: Tensor, context: TokenContext) -> Tensor:
+        norm = self.get_submodule(step.norm)
+        part = partial(self._run_part, step, context)
+        if context.cache is not None:  # its entries are made once
+            return part(norm(hidden))
+        if step.part_again:
+            part = partial(recompute, part)
+        return recompute_output(norm, hidden, part) if step.norm_again else part(norm(hidden))
+
+    def _add(self, hidden: Tensor, out: Tensor, step: _Step, context: TokenContext) -> Tensor:
+        if context.dropout is not None:
+            out = context.dropout(out, self.layer_index, step.part)
+        return hidden + out
 
     def _run_part(self, step: _Step, context: TokenContext, normed: Tensor) -> Tensor:
         """The part's output for this rank's hidden states."""

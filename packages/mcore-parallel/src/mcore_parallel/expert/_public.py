@@ -20,6 +20,7 @@ from mcore_parallel.expert.linear import ExpertColumnLinear, ExpertRowLinear
 from mcore_parallel.expert.permute import PermuteOp, RowOrder, TorchPermute
 from mcore_parallel.expert.share import join_shares, share_of, take_share
 from mcore_parallel.expert.transit import Transit, start_exchange
+from mcore_parallel.expert.turns import Steps, finish, in_turns
 
 __all__ = [
     "DISPATCHERS",
@@ -36,11 +37,14 @@ __all__ = [
     "PermuteOp",
     "RowOrder",
     "SequentialLinear",
+    "Steps",
     "TorchPermute",
     "Transit",
     "check_dispatcher",
     "dispatcher_factory",
+    "finish",
     "grouped_linear",
+    "in_turns",
     "join_shares",
     "make_dispatcher",
     "share_of",

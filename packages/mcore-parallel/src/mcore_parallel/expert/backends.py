@@ -37,6 +37,20 @@ def check_dispatcher(name: str) -> None:
         _registered(name)
 
 
+def check_lanes(lanes: int, sequence_is_cut: bool, sharding: str) -> None:
+    """Raise ValueError where a micro-batch cannot go through the layers in several lanes."""
+    if lanes > 1 and sequence_is_cut:
+        raise ValueError(
+            f"lanes = {lanes} with sequence parallelism, which cuts a micro-batch across its "
+            f"documents: use lanes = 1, or leave out sp"
+        )
+    if lanes > 1 and sharding == "parameters":
+        raise ValueError(
+            f"lanes = {lanes} with sharding parameters, which are whole only while a layer runs "
+            f"alone: use lanes = 1, or sharding gradients"
+        )
+
+
 def dispatcher_factory(name: str) -> DispatcherFactory:
     """Return the maker of the dispatchers of this name.
 

@@ -29,7 +29,9 @@ from mcore_parallel.expert import (
     Dispatcher,
     DispatcherFactory,
     PermuteOp,
+    Steps,
     dispatcher_factory,
+    finish,
     join_shares,
     share_of,
     take_share,
@@ -89,8 +91,15 @@ class MoE(nn.Module):
         self._mesh = mesh
         self._is_cut = build.sequence_parallel
 
-    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        """[T, H] to [T, H], or [T / tp, H] under sequence parallelism."""
+    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor | Steps[Tensor]:
+        """[T, H] to [T, H], or [T / tp, H] under sequence parallelism.
+
+        With `context.in_turns` the steps to it, which yield while tokens travel.
+        """
+        steps = self._steps(hidden, context)
+        return steps if context.in_turns else finish(steps)
+
+    def _steps(self, hidden: Tensor, context: TokenContext) -> Steps[Tensor]:
         mesh, moe = self._mesh, self.config
         tokens = RoutedTokens(
             batch=context.batch,
@@ -110,13 +119,16 @@ class MoE(nn.Module):
         latent = mine if moe.latent_size is None else self.latent_down(mine)
         sent = self._dispatch(latent, experts, routing.weights)
         shared = self._shared(hidden, context)
+        yield
         arrived = sent.wait()
         rows, counts = arrived.rows, arrived.counts
         if size is None:
             outputs = self.experts(rows, counts)
         else:
             outputs = padded_experts(self.experts, rows, counts, size, self._permute)
-        out = arrived.combine(outputs).wait()
+        returning = arrived.combine(outputs)
+        yield
+        out = returning.wait()
         out = out if moe.latent_size is None else self.latent_up(out)
         out = self._attach_losses(out, routing, tokens, context)
         out = out if self._is_cut else join_shares(out, mesh.tp, context.batch.num_tokens)
