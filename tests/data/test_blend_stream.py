@@ -71,7 +71,7 @@ def runs(draw):
 
 
 @given(run=runs(), block=st.sampled_from([1, 5, 50]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_stops_ranks_and_weights_lose_and_repeat_nothing(run, block):
     """U10, U17 and U19: stop anywhere, go on with other ranks, other weights: one stream."""
     lengths, legs, shuffle = run
@@ -123,7 +123,7 @@ def test_stops_ranks_and_weights_lose_and_repeat_nothing(run, block):
 
 @given(starts=st.lists(st.integers(1, 40), max_size=4, unique=True), cut=st.integers(0, 60))
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_schedule_of_weights_is_the_same_with_stops(monkeypatch, starts, cut):
     starts = [0, *sorted(starts)]

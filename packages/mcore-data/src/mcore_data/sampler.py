@@ -21,9 +21,11 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shuffled_order(
-    positions: ArrayLike, *, num_samples: int, seed: int, epoch: int
+    positions: ArrayLike, *, num_samples: int, seed: int, epoch: ArrayLike
 ) -> NDArray[np.int64]:
     """Return the sample shown at each of `positions` (0 to num_samples - 1) of an epoch, int64.
+
+    `epoch` is one number, or one for each position.
 
     For a fixed seed and epoch this is a permutation of 0 to num_samples - 1. It is computed
     entry by entry (a keyed Feistel network over the next power of four, walked until it lands
@@ -35,17 +37,18 @@ def shuffled_order(
         raise ValueError(f"position {x.max()} lies outside an epoch of {num_samples} samples")
     bits = np.uint64(max(1, -(-(num_samples - 1).bit_length() // 2)))
     low = (np.uint64(1) << bits) - np.uint64(1)
-    words = np.array([seed % 2**64, epoch], np.uint64)
-    base = _mix(_mix(words[:1]) + words[1:])
+    epochs = np.atleast_1d(np.asarray(epoch, np.uint64))
+    base = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epochs)
     rounds: NDArray[np.uint64] = np.arange(_ROUNDS, dtype=np.uint64)
-    keys = _mix(base + rounds)
-    todo = np.ones(x.shape, bool)
-    while todo.any():
-        left, right = x[todo] >> bits, x[todo] & low
-        for key in keys:
+    keys = _mix(base + rounds[:, None])
+    flat = x.reshape(-1)
+    todo = np.arange(flat.size)
+    while todo.size:
+        left, right = flat[todo] >> bits, flat[todo] & low
+        for key in keys if len(epochs) == 1 else keys[:, todo]:
             left, right = right, left ^ (_mix(right ^ key) & low)
-        x[todo] = (left << bits) | right
-        todo = x >= num_samples
+        flat[todo] = (left << bits) | right
+        todo = todo[flat[todo] >= num_samples]
     return x.astype(np.int64)
 
 
@@ -141,11 +144,13 @@ class BatchSampler:
         places = np.arange(consumed, consumed + count, dtype=np.int64)
         epochs, positions = np.divmod(places, self.num_samples)
         if self.shuffle:
-            for epoch in np.unique(epochs):
-                here = epochs == epoch
-                positions[here] = shuffled_order(
-                    positions[here], num_samples=self.num_samples, seed=self.seed, epoch=int(epoch)
-                )
+            whole = bool(count) and epochs[0] == epochs[-1]
+            positions = shuffled_order(
+                positions,
+                num_samples=self.num_samples,
+                seed=self.seed,
+                epoch=epochs[0] if whole else epochs,
+            )
         return positions
 
     def sizes(self) -> range:
