@@ -288,6 +288,7 @@ ODD = ModelShape(
             {},
             "100 channels of an expert cannot be cut over etp=8: use etp=5 or 10",
         ),
+        ("cp=4 cp-kind=all-to-all", ODD, {}, "6 .*heads"),
         ("ep=2", LLAMA, {}, "ep=2 divides experts, and the model has none: use ep=1"),
         ("tp=3", LLAMA, {}, "world size 8 is not a multiple of"),
         ("dp=8", LLAMA, {"batch": 12}, "batch 12 is no multiple of dp × micro_batch = 8 × 1 = 8"),

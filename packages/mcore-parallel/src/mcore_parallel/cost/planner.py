@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mcore_parallel.config import ParallelConfig, check_sequence
-from mcore_parallel.context.kinds import ContextKind
+from mcore_parallel.context.kinds import ContextKind, check_context_attention, parse_kinds
 from mcore_parallel.cost.architecture import (
     AttentionShape,
     LayerShape,
@@ -238,6 +238,14 @@ def check_fit(shape: ModelShape, config: ParallelConfig) -> None:
     for part in (part for layer, _ in shape.kinds for part in layer.parts):
         if isinstance(part, AttentionShape | MambaShape):
             _check_cut("heads", part.num_heads, "tp", config.tp)
+            if isinstance(part, AttentionShape) and config.cp > 1:
+                for kind in set(parse_kinds(config.context_kind)):
+                    check_context_attention(
+                        kind,
+                        config.cp,
+                        num_heads=part.num_heads // config.tp,
+                        num_kv_heads=max(1, part.kv_heads // config.tp),
+                    )
         elif isinstance(part, MLPShape):
             _check_cut("channels of a feed-forward", part.width, "tp", config.tp)
         else:
