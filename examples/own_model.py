@@ -1,7 +1,8 @@
 """Train a plain nn.Module with our mesh, gradient buckets and sharded optimizer, and nothing else.
 
-python examples/own_model.py        # one process
-python examples/own_model.py 2      # two data-parallel processes, the same losses
+python examples/own_model.py            # one process
+python examples/own_model.py 2          # two data-parallel processes, the same losses
+python examples/own_model.py 2 zero=3   # each holds half of gradients, state and parameters
 """
 
 import sys
@@ -11,23 +12,23 @@ from torch import nn
 
 from mcore_parallel import (
     SGD,
-    GradientBuckets,
     ParallelConfig,
     ParallelMesh,
     ShardedOptimizer,
     all_reduce,
+    data_parallel,
     launch_local,
     param_specs,
 )
 
 
-def train() -> list[float]:
-    mesh = ParallelMesh.create(ParallelConfig())
+def train(layout: str) -> list[float]:
+    mesh = ParallelMesh.create(ParallelConfig.parse(layout))
     assert mesh is not None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
     specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
-    buckets = GradientBuckets(dict(model.named_parameters()), specs, mesh)
+    buckets = data_parallel(model, specs, mesh, units=[model[0], model[2]])
     optimizer = ShardedOptimizer(buckets, SGD(momentum=0.9))
     inputs = torch.randn(64, 8)
     targets = inputs.sin().sum(1, keepdim=True)
@@ -47,5 +48,6 @@ def train() -> list[float]:
 
 if __name__ == "__main__":
     nproc = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    losses = launch_local(train, nproc)[0]
+    layout = " ".join(sys.argv[2:])
+    losses = launch_local(train, nproc, layout)[0]
     print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}")

@@ -1,5 +1,7 @@
 """The examples run, and the recipes of the repository are configs that fit their worlds."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +27,19 @@ def run(script: str, *arguments: str) -> str:
 
 def test_own_model_learns_the_same_over_two_processes() -> None:
     alone = run("own_model.py")
-    assert alone == run("own_model.py", "2")
+    assert alone == run("own_model.py", "2", "zero=3")
     first, last = (float(word) for word in alone.replace("->", "").split()[1:])
     assert last < 0.5 * first
+
+
+def test_own_model_is_short_and_needs_one_package() -> None:
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    (train,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    assert train.end_lineno is not None
+    assert train.end_lineno - train.lineno < 30
+    assert set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)) == {
+        *("sys", "torch", "mcore_parallel")
+    }
 
 
 def test_own_mixer() -> None:
