@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_kernels import OPERATORS, KernelConfig, Kernels, Target, rope_cos_sin
+from mcore_kernels import (
+    OPERATORS,
+    Assignment,
+    KernelConfig,
+    Kernels,
+    RoutingRule,
+    Target,
+    VocabShard,
+    rope_cos_sin,
+    vocab_loss,
+)
 
 
 def test_choices_and_digest() -> None:
@@ -28,7 +38,7 @@ def test_it_prints_as_what_it_is() -> None:
         "gelu=reference, activation=reference, rope=reference, attention=sdpa, "
         "paged_attention=reference, "
         "cross_entropy=eager, moe_route=reference, moe_permute=reference, "
-        "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked)"
+        "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked, adam=reference, grad_stats=reference, sample=reference)"
     )
 
 
@@ -112,6 +122,40 @@ def test_a_module_compiles_in_one_graph() -> None:
     compiled(x, cu_seqlens).square().sum().backward()
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+def test_experts_and_losses_compile_in_one_graph() -> None:
+    kernels, rule = Kernels(), RoutingRule(top_k=2, score="sigmoid", normalise=True)
+    up, down = torch.linspace(-1, 1, 4 * 12 * 8).view(4, 12, 8), torch.ones(4, 8, 6)
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 5, "max_seqlen_k": 5}
+
+    def network(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        normed, total = kernels.add_rms_norm(x, x, head[0], 1e-5, zero_centered=True)
+        q = kernels.l2_norm(normed.view(5, 2, 4), 1e-6)
+        mixed, _ = kernels.attention(q, 2.0 * q, -q, **lengths, uniform=(1, 5), sinks=head[0, :2])
+        hidden = mixed.flatten(1) + total
+        weights, experts, _ = kernels.moe_route(hidden[:, :4], rule=rule)
+        assignment = Assignment.of(experts, 4)
+        rows = kernels.moe_permute.permute(hidden, assignment)
+        rows = kernels.glu(kernels.grouped_linear(rows, up, (3, 2, 3, 2)), limit=2.0)
+        rows = kernels.activation(kernels.grouped_linear(rows, down, (3, 2, 3, 2)))
+        hidden = kernels.moe_permute.unpermute(rows, weights, assignment)
+        loss = vocab_loss(
+            hidden @ head.t(),
+            torch.arange(5),
+            op=kernels.cross_entropy,
+            shard=VocabShard(vocab_size=9),
+        )
+        return loss.loss.sum()
+
+    x, head = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    expected = torch.autograd.grad(network(x, head), (x, head))
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    for one, other in zip(torch.autograd.grad(compiled(x, head), (x, head)), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_module_is_copied_with_its_kernels() -> None:
