@@ -158,11 +158,8 @@ def some_mask() -> Tensor:
 
 LAYOUTS = [
     (2, "tp=2"),
-    (2, "tp=2,sp"),
-    (2, "tp=2,ep=2,etp=1"),
-    (2, "tp=2,ep=2,etp=1,sp"),
     (2, "cp=2"),
-    (2, "cp=2,ep=2"),
+    (2, "tp=2,ep=2,etp=1,sp"),
     (4, "tp=2,cp=2"),
     (4, "tp=2,cp=2,ep=2,sp"),
 ]

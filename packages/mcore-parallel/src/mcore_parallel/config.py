@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
+from mcore_parallel._layout_text import FIELDS, SIZES, parse_item
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
 from mcore_parallel.expert.backends import check_dispatcher, check_lanes
 from mcore_parallel.pipeline.actions import Line
 from mcore_parallel.pipeline.schedules import check_kind
-from mcore_parallel.stages import StageLayout, stage_layers
+from mcore_parallel.stages import stage_layers
 
 _ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
-_SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
-_SWITCHES = {
-    "sp": "sequence_parallel",
-    "overlap": "overlap",
-    "count-embedding": "count_embedding",
-    "count-loss": "count_loss",
-}
-_EXAMPLES = {
-    "order": "tp-cp-ep-dp-pp",
-    "stages": "8+8+7+7",
-    "bucket": 40_000_000,
-    "schedule": "zb-h1",
-    "zero": 1,
-    "cp-kind": "all-to-all",
-    "dispatch": "all-gather",
-}
-_FIELDS = {
-    "bucket": "bucket_size",
-    "group": "microbatch_group",
-    "first": "first_stage_layers",
-    "last": "last_stage_layers",
-    "zero": "sharding",
-    "replicas": "replicas",
-    "cp-kind": "context_kind",
-    "dispatch": "dispatcher",
-    "lanes": "lanes",
-}
-_KEYS = (*_SIZES, *_SWITCHES, "order", "stages", "schedule", "chunks", *_FIELDS)
-
-
 Sharding: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
 """What data-parallel ranks hold one share of, each level with all before it: zero=0 to zero=3."""
@@ -107,7 +77,7 @@ class ParallelConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "chunks", "microbatch_group", "replicas", "lanes", "bucket_size"):
+        for name in (*SIZES, "chunks", "microbatch_group", "replicas", "lanes", "bucket_size"):
             value = getattr(self, name)
             if value is None and name in ("dp", "etp", "microbatch_group"):
                 continue
@@ -270,7 +240,9 @@ class ParallelConfig:
         values: dict[str, object] = {}
         for item in text.replace(",", " ").split():
             key, equals, value = item.partition("=")
-            field, parsed = _parse_item(item, key, value if equals else None)
+            field, parsed = parse_item(item, key, value if equals else None)
+            if field == "sharding":
+                parsed = SHARDINGS[cast(int, parsed)]
             if field in values:
                 raise ValueError(f"layout {text!r} gives {key} twice")
             values[field] = parsed
@@ -297,7 +269,7 @@ class ParallelConfig:
         items += [f"schedule={self.schedule}"] * (self.schedule != default.schedule)
         items += [f"chunks={self.chunks}"] * (self.chunks != 1)
         for key in ("group", "first", "last"):
-            value = getattr(self, _FIELDS[key])
+            value = getattr(self, FIELDS[key])
             items += [f"{key}={value}"] * (value is not None)
         items += ["count-embedding"] * self.count_embedding
         items += ["count-loss"] * self.count_loss
@@ -362,43 +334,3 @@ def check_sequence(config: ParallelConfig, seq_length: int) -> None:
 def _multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} and {below + unit}" if below > 0 else f"{unit}"
-
-
-def _parse_item(item: str, key: str, value: str | None) -> tuple[str, object]:
-    if key in _SWITCHES:
-        if value not in (None, "0", "1"):
-            raise ValueError(f"layout item {item!r}: {key} is 0 or 1")
-        return _SWITCHES[key], value != "0"
-    if key not in _KEYS:
-        near = difflib.get_close_matches(key, _KEYS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"layout item {item!r}: {hint}valid are {', '.join(_KEYS)}")
-    if key == "zero":
-        if value not in (None, "0", "1", "2", "3"):
-            raise ValueError(f"layout item {item!r}: zero is 0, 1, 2 or 3")
-        return "sharding", SHARDINGS[int(value or "1")]
-    if not value:
-        raise ValueError(
-            f"layout item {item!r} needs a value, as in '{key}={_EXAMPLES.get(key, 2)}'"
-        )
-    if key in ("order", "schedule", "cp-kind", "dispatch"):
-        return _FIELDS.get(key, key), value
-    if key == "stages" and "L" in value:
-        return "stage_layers", _counts_of(value)
-    try:
-        if key == "stages":
-            return "stage_layers", tuple(int(count) for count in value.split("+"))
-        return _FIELDS.get(key, key), int(value)
-    except ValueError:
-        example = f"{key}={_EXAMPLES.get(key, 2)}"
-        raise ValueError(f"layout item {item!r} is not of the form '{example}'") from None
-
-
-def _counts_of(layout: str) -> tuple[int, ...]:
-    parsed = StageLayout.parse(layout)
-    if any(parsed.predictions):
-        raise ValueError(
-            f"stages={layout} places {sum(parsed.predictions)} prediction layers (m), and only "
-            f"decoder layers (t) can be placed"
-        )
-    return parsed.layers

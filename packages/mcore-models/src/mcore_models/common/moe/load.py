@@ -47,7 +47,8 @@ def expert_loads(model: nn.Module, auxiliary: AuxiliaryLosses, mesh: ParallelMes
     counts = [
         auxiliary.choices.get(layer, zeros) for layer, zeros in zip(routers, nothing, strict=True)
     ]
-    totals = all_reduce(all_reduce(torch.stack(counts), mesh.tp), mesh.dp_cp)
+    # To the host, once for all layers.
+    totals = all_reduce(all_reduce(torch.stack(counts), mesh.tp), mesh.dp_cp).cpu()
     return ExpertLoads(by_layer=dict(zip(routers, totals, strict=True)))
 
 
@@ -60,7 +61,7 @@ def adapt_routers(model: nn.Module, loads: ExpertLoads) -> None:
             continue
         if router.correction is not None and router.moe.correction_rate:
             steps = (load.mean() - load).sign() * router.moe.correction_rate
-            router.correction.add_(steps.to(router.correction.dtype))
+            router.correction.add_(steps.to(router.correction))
         if router.load is not None:
             router.load.copy_(load / load.sum())
 
