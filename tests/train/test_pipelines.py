@@ -27,7 +27,6 @@ STEPS = 3
 DRESSES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tied_embeddings": True},
-    "gpt2": GPT2_DRESS,
 }
 VIRTUAL = "pp=2,chunks=2,schedule=interleaved"
 
@@ -54,24 +53,18 @@ def reference() -> Reference:
 @pytest.mark.parametrize(
     ("dress", "layout", "samples"),
     [
-        ("gpt2", VIRTUAL, 4),
-        ("llama", VIRTUAL + ",stages=E|tt|t|tL,group=3", 3),
-        ("llama", VIRTUAL + ",tp=2,sp,dp=1", 4),
-        ("gpt2", VIRTUAL + ",dp=2,bucket=700", 8),
-        ("gpt2", "pp=2,schedule=zb-h1", 4),
         ("llama", "pp=4,schedule=zb-h1", 5),
-        ("gpt2", "pp=2,tp=2,sp,schedule=zb-h1,bucket=700", 4),
-        ("llama", "pp=2,dp=2,schedule=zb-h1,first=1,zero=0", 4),
-        ("gpt2", "pp=2,chunks=2,schedule=zb-v,bucket=700", 4),
         # The first chunk of stage 0 has nothing but the embedding, which its last one uses, too.
-        ("tied", "pp=2,chunks=2,schedule=zb-v,dp=2,stages=E|t|tt|tL,bucket=700", 8),
-        ("gpt2", "pp=2,schedule=gpipe,count-embedding", 4),
+        ("tied", "pp=2,chunks=2,schedule=zb-v,stages=E|t|tt|tL,bucket=700", 4),
     ],
 )
 def test_schedules_equal_one_process(
     ranks: RankPool, reference: Reference, dress: str, layout: str, samples: int
 ) -> None:
-    """U05, U31: loss, every gradient and the parameters after three steps, with dropout."""
+    """U05, U31: loss, every gradient and the parameters after three steps, with dropout.
+
+    Beside what the matrix in parity/ has: more stages, a number of micro-batches that fits nothing.
+    """
     parallel = ParallelConfig.parse(layout)
     config, single = reference(dress, samples)
     config = dataclasses.replace(config, parallel=parallel)
@@ -118,7 +111,7 @@ def test_a_split_backward_gives_the_gradients_of_1f1b(ranks: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(VIRTUAL, "pp=2"), ("tp=1", "pp=2,chunks=2,schedule=zb-v"), ("pp=4", VIRTUAL)],
+    [("tp=1", "pp=2,chunks=2,schedule=zb-v"), ("pp=4", VIRTUAL)],
 )
 def test_checkpoints_pass_between_virtual_and_plain_stages(
     ranks: RankPool, tmp_path: Path, first: str, second: str

@@ -9,7 +9,7 @@ from mcore_train.parity.covering import pairs_of, small_matrix
 
 Value = tuple[str, str]
 SPLIT = [value for value in AXES["pipeline"] if "interleaved" in value or "zb" in value]
-TOGETHER = ["zero=2", "zero=3", "zero=3,replicas=2"]
+TOGETHER = ["zero=2", "zero=3"]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def impossible() -> set[frozenset[Value]]:
     pairs += [(("pipeline", one), ("level", other)) for one in SPLIT for other in TOGETHER]
     pairs += [(("tensor", value), ("recompute", "spread")) for value in ("", "tp=2,sp")]
     pairs += [(("tensor", ""), ("experts", "ep=2,etp=1"))]
+    pairs += [(("level", "zero=0"), ("replica", "replicas=2"))]
     return {frozenset(pair) for pair in pairs}
 
 
@@ -38,7 +39,7 @@ def test_every_pair_that_is_possible_is_covered(cells: list[Cell]) -> None:
 
 
 def test_they_are_few_small_and_not_refused(cells: list[Cell]) -> None:
-    assert len({cell.values for cell in cells}) == len(cells) <= 60
+    assert len({cell.values for cell in cells}) == len(cells) <= 50
     assert max(cell.world_size for cell in cells) == 8
     assert [cell.refusal for cell in cells if cell.refusal] == []
     assert not any(cell.is_vacuous for cell in cells)
@@ -50,10 +51,9 @@ def test_the_same_combinations_every_time(cells: list[Cell]) -> None:
     assert [cell.values for cell in small_matrix()] == [cell.values for cell in cells]
 
 
-@pytest.mark.parametrize("most", [1, 2])
-def test_with_fewer_ranks_there_are_fewer(most: int) -> None:
-    few = small_matrix(most)
-    assert max(cell.world_size for cell in few) == most
+def test_with_fewer_ranks_there_are_fewer(cells: list[Cell]) -> None:
+    few = small_matrix(2)
+    assert max(cell.world_size for cell in few) == 2
     assert {cell["family"] for cell in few} == set(AXES["family"])
 
 
@@ -67,8 +67,8 @@ def test_with_fewer_ranks_there_are_fewer(most: int) -> None:
         ({"experts": "ep=2"}, "ep=2,dp=2"),
         ({"experts": "ep=2", "tensor": "tp=2"}, "tp=2,ep=2,dp=2"),
         ({"experts": "ep=2,etp=1", "tensor": "tp=2"}, "tp=2,ep=2,etp=1,dp=1"),
-        ({"level": "zero=1,replicas=2"}, "zero=1,replicas=2,dp=2"),
-        ({"level": "zero=1,replicas=2", "experts": "ep=2"}, "ep=2,zero=1,replicas=2,dp=4"),
+        ({"replica": "replicas=2"}, "replicas=2,dp=2"),
+        ({"replica": "replicas=2", "experts": "ep=2"}, "ep=2,replicas=2,dp=4"),
     ],
 )
 def test_layouts_have_the_fewest_replicas_that_do_something(

@@ -4,14 +4,16 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from mcore_parallel import ParallelConfig
 from mcore_parallel.testing import RankPool
 from mcore_train.parity import LEAST_MARGIN, Difference, Report
 from mcore_train.parity.cells import MOST_RANKS, Cell, full_matrix
 from mcore_train.parity.covering import small_matrix
 from mcore_train.parity.families import FAMILIES, SAMPLES, STEPS
 from mcore_train.parity.matrix import Matrix, Outcome, choose_cells
+
+CELLS = small_matrix()
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def matrix(ranks: RankPool) -> Iterator[Matrix]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", small_matrix(), ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_combination_equals_one_process(matrix: Matrix, cell: Cell) -> None:
     """U05, U26, U27, U28, U29, U31, U35, U36: loss, gradients and parameters after three steps.
 
@@ -47,11 +49,11 @@ def test_families_have_what_training_might_stumble_over(matrix: Matrix, family: 
     """A gradient that is zero, or a loss that does not move, would be equal anywhere."""
     found = matrix.reference(family, True)
     names = {
-        "gpt": ["embedding.weight", "position_embedding.weight", "layers.3.mlp.up.bias"],
-        "moe": ["layers.3.moe.router.weight", "layers.0.moe.experts.gate.weight"],
+        "gpt": ["embedding.weight", "position_embedding.weight", "layers.2.mlp.up.bias"],
+        "moe": ["layers.2.moe.router.weight", "layers.0.moe.experts.gate.weight"],
         "hybrid": ["layers.2.mamba.a_log", "layers.1.moe.experts.down.bias"],
     }
-    assert len(found.gradients) > 35
+    assert len(found.gradients) > 25
     for name in names[family]:
         assert found.gradients[name].abs().max() > 1e-6, name
     zero = [name for name, gradient in found.gradients.items() if not gradient.any()]
@@ -113,9 +115,9 @@ def full() -> list[Cell]:
 
 def test_the_full_matrix_has_every_value_of_every_axis(full: list[Cell]) -> None:
     runs = [cell for cell in full if cell.refusal is None]
-    assert len(runs) > 800
+    assert len(runs) > 1200
     assert max(cell.world_size for cell in runs) == MOST_RANKS
-    for axis, fewest in {"recompute": 40, "documents": 300, "replica": 100, "buckets": 200}.items():
+    for axis, fewest in {"recompute": 60, "documents": 400, "replica": 200, "buckets": 300}.items():
         counts = [sum(cell[axis] == value for cell in runs) for value in {c[axis] for c in runs}]
         assert min(counts) >= fewest, axis
     spread = [cell for cell in runs if cell["recompute"] == "spread"]
@@ -134,10 +136,11 @@ def test_all_axes_at_once_are_not_refused(full: list[Cell], family: str) -> None
     assert [cell for cell in every if cell.refusal is not None] == []
 
 
-def test_parts_of_a_matrix() -> None:
+def test_parts_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_train.parity.matrix.small_matrix", lambda: CELLS)
     parts = [choose_cells("small", part=f"{i}/3") for i in (1, 2, 3)]
-    assert {cell.values for part in parts for cell in part} == {c.values for c in small_matrix()}
-    assert sum(map(len, parts)) == len(small_matrix())
+    assert {cell.values for part in parts for cell in part} == {cell.values for cell in CELLS}
+    assert sum(map(len, parts)) == len(CELLS)
     assert {cell["family"] for cell in choose_cells("small", family="hybrid")} == {"hybrid"}
     with pytest.raises(ValueError, match="family 'gtp': known are gpt, moe, hybrid"):
         choose_cells("small", family="gtp")
@@ -147,9 +150,8 @@ def test_parts_of_a_matrix() -> None:
 
 
 def test_every_replica_has_samples(full: list[Cell]) -> None:
-    for cell in (*small_matrix(), *full):
+    for cell in (*CELLS, *full):
         if cell.refusal is None:
-            parallel = cell.config().parallel
+            parallel = ParallelConfig.parse(cell.layout)
             assert parallel.dp is not None
             assert SAMPLES % parallel.dp == 0, cell
-            torch.testing.assert_close(cell.world_size, parallel.model_size * parallel.dp)

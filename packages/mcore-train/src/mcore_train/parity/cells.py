@@ -35,14 +35,14 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "pipeline": (
         "",
         "pp=2,schedule=1f1b",
-        "pp=2,schedule=gpipe,count-embedding",
-        "pp=2,schedule=interleaved,chunks=2,stages=0+2+1+1,group=3",
+        "pp=2,schedule=gpipe",
+        "pp=2,schedule=interleaved,chunks=2,stages=0+1+1+1,group=3",
         "pp=2,schedule=zb-h1,first=1",
-        "pp=2,schedule=zb-v,chunks=2,stages=0+1+2+1",
+        "pp=2,schedule=zb-v,chunks=2,count-embedding",
     ),
     "experts": ("", "ep=2", "ep=2,etp=1"),
-    "level": ("zero=1", "zero=0", "zero=2", "zero=3", "zero=1,replicas=2", "zero=3,replicas=2"),
-    "replica": ("fewest", "twice"),
+    "level": ("zero=1", "zero=0", "zero=2", "zero=3"),
+    "replica": ("", "twice", "replicas=2"),
     "buckets": ("", "bucket=700", "overlap=0"),
     "recompute": tuple(RECOMPUTE),
     "documents": ("samples", "packed"),
@@ -50,21 +50,22 @@ AXES: Mapping[str, tuple[str, ...]] = {
 """Values that a combination chooses from; the first of each goes with most of the others."""
 
 _PLACES = {axis: place for place, axis in enumerate(AXES)}
-_LAYOUT = ("tensor", "context", "pipeline", "experts", "level", "buckets")
+_LAYOUT = ("tensor", "context", "pipeline", "experts", "level", "replica", "buckets")
 TABLE_AXES: Mapping[str, tuple[str, ...]] = {
     "family": FAMILIES,
     "tensor": ("", "tp=2"),
     "pipeline": (
         "",
         *(f"pp=2,schedule={kind}" for kind in ("1f1b", "gpipe", "zb-h1")),
-        *(f"pp=2,schedule={kind},chunks=2" for kind in ("interleaved", "zb-v")),
+        *(f"pp=2,schedule={kind},chunks=2,count-embedding" for kind in ("interleaved", "zb-v")),
     ),
     "context": AXES["context"],
     "experts": ("", "ep=2"),
-    "level": ("zero=0", "zero=1", "zero=2", "zero=3", "zero=3,replicas=2"),
+    "level": ("zero=0", "zero=1", "zero=2", "zero=3"),
+    "replica": ("", "replicas=2"),
 }
 """The axes of which the full matrix has every combination."""
-_FINER = {"tp=2": ("tp=2", "tp=2,sp"), "ep=2": ("ep=2", "ep=2,etp=1")}
+_FINER = {"tp=2": ("tp=2", "tp=2,sp"), "ep=2": ("ep=2", "ep=2,etp=1"), "": ("", "twice")}
 MOST_RANKS = 16
 
 
@@ -90,14 +91,14 @@ class Cell:
     @cached_property
     def layout(self) -> str:
         """The layout, as `ParallelConfig.parse` reads it, with its number of replicas."""
-        items = [self[axis] for axis in _LAYOUT if self[axis] not in ("", "zero=1")]
+        items = [self[axis] for axis in _LAYOUT if self[axis] not in ("", "zero=1", "twice")]
         return ",".join([*items, f"dp={self._dp}"])
 
     @cached_property
     def _dp(self) -> int:
         """The fewest replicas with which every axis does something, or twice as many."""
         degrees = {"tp": 1, "cp": 1, "ep": 1, "etp": 0, "replicas": 1}
-        for axis in ("tensor", "context", "experts", "level"):
+        for axis in ("tensor", "context", "experts", "replica"):
             for item in self[axis].split(","):
                 key, _, value = item.partition("=")
                 if key in degrees:
@@ -112,7 +113,7 @@ class Cell:
             dp += replicas
         if dp * degrees["cp"] == 1 and self["level"] != "zero=1":
             dp = 2
-        return dp * (1 if self["replica"] == "fewest" else 2)
+        return dp * (2 if self["replica"] == "twice" else 1)
 
     @property
     def is_packed(self) -> bool:
@@ -180,7 +181,10 @@ def _with_others(cell: Cell) -> Cell:
     """Choose a value of each other axis, by a hash of the combination, where it fits."""
     key = RngKey(0).fold(*cell.values)
     for axis, known in AXES.items():
-        choices = known if axis not in TABLE_AXES else _FINER.get(cell[axis], ())
+        choices = known
+        if axis in TABLE_AXES:
+            finer = _FINER.get(cell[axis], ())
+            choices = finer if set(finer) <= set(known) else ()
         if choices:
             value = choices[key.fold(axis).seed % len(choices)]
             other = Cell.of({**dict(zip(AXES, cell.values, strict=True)), axis: value})

@@ -13,7 +13,7 @@ Value = tuple[str, str]
 Pair = tuple[Value, Value]
 """Two (axis, value), the axes in the order of `AXES`."""
 
-_CANDIDATES = 8
+_CANDIDATES = 10
 
 
 def small_matrix(most_ranks: int = 8) -> list[Cell]:
@@ -51,7 +51,7 @@ class _Covering:
                 self._uses.update(zip(AXES, found[-1].values, strict=True))
                 for pair in pairs_of(found[-1]):
                     self._missing.pop(pair, None)
-        return found
+        return _without_spare(found)
 
     def _candidates(self) -> list[Cell]:
         pairs, grown = list(self._missing), []
@@ -104,3 +104,14 @@ class _Covering:
 def _pair(one: Value, other: Value) -> Pair:
     axes = tuple(AXES)
     return (one, other) if axes.index(one[0]) < axes.index(other[0]) else (other, one)
+
+
+def _without_spare(cells: list[Cell]) -> list[Cell]:
+    """Leave out what the others cover, those of most ranks first."""
+    counts = Counter(pair for cell in cells for pair in pairs_of(cell))
+    kept = list(cells)
+    for cell in sorted(cells, key=lambda cell: -cell.world_size):
+        if all(counts[pair] > 1 for pair in pairs_of(cell)):
+            kept.remove(cell)
+            counts.subtract(pairs_of(cell))
+    return kept

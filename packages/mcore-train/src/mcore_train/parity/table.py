@@ -9,12 +9,19 @@ from itertools import combinations
 
 from mcore_train.parity.cells import TABLE_AXES, Cell, table_matrix
 
-_FIRST = {"tensor": "tp=1", "pipeline": "pp=1", "context": "cp=1", "experts": "ep=1"}
+_FIRST = {
+    "tensor": "tp=1",
+    "pipeline": "pp=1",
+    "context": "cp=1",
+    "experts": "ep=1",
+    "replica": "replicas=1",
+}
 _TABLES = (
     ("family", "context"),
     ("family", "experts"),
     ("pipeline", "level"),
     ("pipeline", "context"),
+    ("level", "replica"),
 )
 
 
