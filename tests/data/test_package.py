@@ -36,6 +36,7 @@ def test_public_names():
         "BERTDataset",
         "BatchRamp",
         "BatchSampler",
+        "BatchSteps",
         "Blend",
         "BlendIndex",
         "BlendLoader",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data import BatchRamp, BatchSampler, shuffled_order
+from mcore_data import BatchRamp, BatchSampler, BatchSteps, shuffled_order
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -105,6 +105,33 @@ def test_a_growing_batch():
             BatchSampler(100, final, ramp=BatchRamp(start=start, increment=2, samples=20))
     with pytest.raises(ValueError, match="ramp samples is 0"):
         BatchRamp(start=1, increment=1, samples=0)
+
+
+def test_a_batch_in_steps():
+    """U06: 4 samples from 0 consumed ones on, 8 from 16 on; resumed at 12 it goes on with 4, 8."""
+    steps = BatchSteps(starts=(0, 16), batches=(4, 8))
+    sampler = BatchSampler(100, 8, ramp=steps)
+    assert [sampler.size(n) for n in (0, 4, 8, 12, 16, 17, 99)] == [4, 4, 4, 4, 8, 8, 8]
+    resumed = BatchSampler(100, 8, ramp=steps)
+    first = resumed.batch(12)
+    after = resumed.after(12)
+    assert (len(first), after, len(resumed.batch(after))) == (4, 16, 8)
+    assert list(chain(*batches(sampler, 6))) == list(range(32))
+    # The even ramp can say the same, and is honoured too.
+    even = BatchSampler(100, 8, ramp=BatchRamp(start=4, increment=4, samples=16))
+    assert [even.size(n) for n in (0, 4, 8, 12, 16)] == [4, 4, 4, 4, 8]
+    down = BatchSampler(100, 2, ramp=BatchSteps(starts=(0, 3, 9), batches=(3, 6, 2)))
+    assert [len(batch) for batch in batches(down, 4)] == [3, 6, 2, 2]
+    assert list(down.sizes()) == [2, 3, 6]
+    for starts, sizes, final, message in (
+        ((0, 16), (4, 8), 9, "the batch ends with 8 samples, global_batch_size is 9: use 8"),
+        ((1, 16), (4, 8), 8, "each takes a start, the first of them 0"),
+        ((0,), (4, 8), 8, "each takes a start"),
+        ((0, 5, 5), (4, 6, 8), 8, r"the starts \[0, 5, 5\] of batch sizes do not rise"),
+        ((0, 5), (0, 8), 8, "a batch of 0 samples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BatchSampler(100, final, ramp=BatchSteps(starts=starts, batches=sizes))
 
 
 @given(

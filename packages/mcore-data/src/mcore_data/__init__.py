@@ -68,7 +68,7 @@ from mcore_data.preprocessing import (
     tokenise_conversation,
     train_sentencepiece,
 )
-from mcore_data.sampler import BatchRamp, BatchSampler, shuffled_order
+from mcore_data.sampler import BatchRamp, BatchSampler, BatchSteps, shuffled_order
 from mcore_data.token_loader import TokenBatchLoader, TokenBatchSampler, balance, collate_flat
 from mcore_data.tokenizers import (
     ByteTokenizer,
@@ -82,6 +82,7 @@ __all__ = [
     "BERTDataset",
     "BatchRamp",
     "BatchSampler",
+    "BatchSteps",
     "Blend",
     "BlendIndex",
     "BlendLoader",

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mcore_data.datasets.blend_order import check_weights, continued_blend_index
 from mcore_data.datasets.sample import Sample, SampleSource
 from mcore_data.loader import MicroBatchLoader
-from mcore_data.sampler import BatchRamp, BatchSampler
+from mcore_data.sampler import BatchRamp, BatchSampler, BatchSteps
 
 _BLOCK: Final = 1 << 15  # samples whose sources are drawn at a time
 _KEPT: Final = 4  # blocks in memory
@@ -157,7 +157,7 @@ class BlendSampler:
         global_batch_size: samples in a batch, over all ranks.
         seed: seed of the shuffles.
         shuffle: show every epoch of a source in another order.
-        ramp: how the batch grows to `global_batch_size`.
+        ramp: how the batch comes to `global_batch_size`.
 
     Raises:
         ValueError: weights and sources are not equally many, or a source that is drawn is empty.
@@ -172,7 +172,7 @@ class BlendSampler:
         seed: int = 0,
         *,
         shuffle: bool = True,
-        ramp: BatchRamp | None = None,
+        ramp: BatchRamp | BatchSteps | None = None,
     ) -> None:
         schedule = weights
         if not isinstance(schedule, WeightSchedule):
@@ -205,7 +205,7 @@ class BlendSampler:
         """Samples of all sources together."""
         return sum(self.lengths.values())
 
-    def sizes(self) -> range:
+    def sizes(self) -> Sequence[int]:
         """Return the sizes that a batch may have."""
         return self._batch.sizes()
 

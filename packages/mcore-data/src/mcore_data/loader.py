@@ -102,7 +102,7 @@ class BatchStream(Stream, Protocol):
         """Number of samples that there are."""
         ...
 
-    def sizes(self) -> range:
+    def sizes(self) -> Sequence[int]:
         """Return the sizes that a batch may have."""
         ...
 

@@ -1,5 +1,7 @@
 """Which samples a training step sees: a pure function of the seed and the samples consumed."""
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -96,6 +98,47 @@ class BatchRamp:
         return min(self.start + consumed * steps // self.samples * self.increment, final)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchSteps:
+    """A batch whose size changes where so many samples have been consumed.
+
+    Attributes:
+        starts: samples consumed at the beginning of every step, rising from 0.
+        batches: samples of a batch from there on; the last is the final size.
+
+    Raises:
+        ValueError: the starts do not rise from 0, or a size is below 1.
+
+    """
+
+    starts: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.batches) or not self.starts or self.starts[0] != 0:
+            raise ValueError(
+                f"batches of {list(self.batches)} samples from {list(self.starts)} consumed ones "
+                "on: each takes a start, the first of them 0"
+            )
+        if list(self.starts) != sorted(set(self.starts)):
+            raise ValueError(f"the starts {list(self.starts)} of batch sizes do not rise")
+        if min(self.batches) < 1:
+            raise ValueError(f"a batch of {min(self.batches)} samples: the least is 1")
+
+    def sizes(self, final: int) -> Sequence[int]:
+        """Return the sizes of the batch; ValueError when the last is not `final`."""
+        if self.batches[-1] != final:
+            raise ValueError(
+                f"the batch ends with {self.batches[-1]} samples, global_batch_size is {final}: "
+                f"use {self.batches[-1]}"
+            )
+        return sorted(set(self.batches))
+
+    def size(self, consumed: int, final: int) -> int:
+        """Return the size of the batch after `consumed` samples."""
+        return self.batches[bisect.bisect_right(self.starts, consumed) - 1]
+
+
 @dataclass(frozen=True)
 class BatchSampler:
     """The order in which samples are consumed, over as many epochs as are asked for.
@@ -112,7 +155,8 @@ class BatchSampler:
         last: what becomes of the end of an epoch that does not fill a batch. `join`: the batch
             goes on into the next epoch, and no sample is left out. `drop`: it is left out, and
             counts as consumed. `pad`: it is a batch with rows of id -1, which bear no loss.
-        ramp: how the batch grows to `global_batch_size`; None: it has that size from the start.
+        ramp: how the batch comes to `global_batch_size`, evenly (`BatchRamp`) or in steps
+            (`BatchSteps`); None: it has that size from the start.
 
     """
 
@@ -121,7 +165,7 @@ class BatchSampler:
     seed: int = 0
     shuffle: bool = False
     last: Literal["join", "drop", "pad"] = "join"
-    ramp: BatchRamp | None = None
+    ramp: BatchRamp | BatchSteps | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size"):
@@ -153,7 +197,7 @@ class BatchSampler:
             )
         return positions
 
-    def sizes(self) -> range:
+    def sizes(self) -> Sequence[int]:
         """Return the sizes that a batch may have."""
         final = self.global_batch_size
         return range(final, final + 1) if self.ramp is None else self.ramp.sizes(final)
