@@ -38,7 +38,8 @@ def test_it_prints_as_what_it_is() -> None:
         "gelu=reference, activation=reference, rope=reference, attention=sdpa, "
         "paged_attention=reference, "
         "cross_entropy=eager, moe_route=reference, moe_permute=reference, "
-        "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked, adam=reference, grad_stats=reference, sample=reference)"
+        "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked, "
+        "adam=reference, grad_stats=reference, sample=reference)"
     )
 
 

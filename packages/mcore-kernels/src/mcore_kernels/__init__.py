@@ -4,6 +4,7 @@ from mcore_kernels.config import KernelConfig
 from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
+from mcore_kernels.ops.adam.rule import AdamRule
 from mcore_kernels.ops.cross_entropy.head import HeadLoss, fused_head_log_probs, fused_head_loss
 from mcore_kernels.ops.cross_entropy.loss import LossTerms, VocabLoss, VocabShard, vocab_loss
 from mcore_kernels.ops.moe_permute.assignment import Assignment, limit_capacity
@@ -16,13 +17,16 @@ from mcore_kernels.ops.rope.scaling import (
     RopeScaling,
     YarnScaling,
 )
+from mcore_kernels.ops.sample.logits import penalise, token_logprobs, uniforms
 from mcore_kernels.protocols import (
     ActivationOp,
+    AdamOp,
     AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
     GeluOp,
     GluOp,
+    GradStatsOp,
     GroupedLinearOp,
     L2NormOp,
     LayerNormOp,
@@ -32,6 +36,7 @@ from mcore_kernels.protocols import (
     PagedAttentionOp,
     RmsNormOp,
     RopeOp,
+    SampleOp,
     SsdScanOp,
     SwigluOp,
     VocabLossOp,
@@ -43,12 +48,15 @@ from mcore_kernels.target import Target
 __all__ = [
     "OPERATORS",
     "ActivationOp",
+    "AdamOp",
+    "AdamRule",
     "AddRmsNormOp",
     "Assignment",
     "AttentionOp",
     "CausalConv1dOp",
     "GeluOp",
     "GluOp",
+    "GradStatsOp",
     "GroupedLinearOp",
     "HeadLoss",
     "Implementation",
@@ -71,6 +79,7 @@ __all__ = [
     "RopeScaling",
     "RoutingRule",
     "Row",
+    "SampleOp",
     "SsdScanOp",
     "SwigluOp",
     "Target",
@@ -84,8 +93,11 @@ __all__ = [
     "fused_head_loss",
     "jitter",
     "limit_capacity",
+    "penalise",
     "resolve",
     "rope_cos_sin",
     "sinkhorn",
+    "token_logprobs",
+    "uniforms",
     "vocab_loss",
 ]

@@ -39,6 +39,9 @@ class KernelConfig:
     grouped_linear: str = AUTO
     causal_conv1d: str = AUTO
     ssd_scan: str = AUTO
+    adam: str = AUTO
+    grad_stats: str = AUTO
+    sample: str = AUTO
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -10,11 +10,13 @@ from typing import cast
 from mcore_kernels.config import KernelConfig
 from mcore_kernels.protocols import (
     ActivationOp,
+    AdamOp,
     AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
     GeluOp,
     GluOp,
+    GradStatsOp,
     GroupedLinearOp,
     L2NormOp,
     LayerNormOp,
@@ -24,6 +26,7 @@ from mcore_kernels.protocols import (
     PagedAttentionOp,
     RmsNormOp,
     RopeOp,
+    SampleOp,
     SsdScanOp,
     SwigluOp,
     VocabLossOp,
@@ -63,6 +66,9 @@ class Kernels:
     grouped_linear: GroupedLinearOp = field(init=False, compare=False)
     causal_conv1d: CausalConv1dOp = field(init=False, compare=False)
     ssd_scan: SsdScanOp = field(init=False, compare=False)
+    adam: AdamOp = field(init=False, compare=False)
+    grad_stats: GradStatsOp = field(init=False, compare=False)
+    sample: SampleOp = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         for one in fields(KernelConfig):

@@ -6,12 +6,14 @@ from types import MappingProxyType
 from mcore_kernels.implementation import Operator
 from mcore_kernels.ops import (
     activation,
+    adam,
     add_rms_norm,
     attention,
     causal_conv1d,
     cross_entropy,
     gelu,
     glu,
+    grad_stats,
     grouped_linear,
     l2_norm,
     layer_norm,
@@ -21,6 +23,7 @@ from mcore_kernels.ops import (
     paged_attention,
     rms_norm,
     rope,
+    sample,
     ssd_scan,
     swiglu,
 )
@@ -47,6 +50,9 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             grouped_linear.OPERATOR,
             causal_conv1d.OPERATOR,
             ssd_scan.OPERATOR,
+            adam.OPERATOR,
+            grad_stats.OPERATOR,
+            sample.OPERATOR,
         )
     }
 )

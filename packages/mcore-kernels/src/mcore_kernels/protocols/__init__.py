@@ -27,14 +27,17 @@ from mcore_kernels.protocols.dtypes import accumulation_dtype, rounded
 from mcore_kernels.protocols.loss import VocabLossOp
 from mcore_kernels.protocols.moe import GroupedLinearOp, MoePermuteOp, MoeRouteOp
 from mcore_kernels.protocols.state_space import CausalConv1dOp, SsdScanOp
+from mcore_kernels.protocols.step import AdamOp, GradStatsOp, SampleOp
 
 __all__ = [
     "ActivationOp",
+    "AdamOp",
     "AddRmsNormOp",
     "AttentionOp",
     "CausalConv1dOp",
     "GeluOp",
     "GluOp",
+    "GradStatsOp",
     "GroupedLinearOp",
     "L2NormOp",
     "LayerNormOp",
@@ -44,6 +47,7 @@ __all__ = [
     "PagedAttentionOp",
     "RmsNormOp",
     "RopeOp",
+    "SampleOp",
     "SsdScanOp",
     "SwigluOp",
     "VocabLossOp",
