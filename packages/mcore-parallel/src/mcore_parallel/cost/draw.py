@@ -34,8 +34,9 @@ def draw_scaling(found: dict[str, Any], out: Path) -> None:
     figure = Figure(figsize=(11, 4.2), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot(places, [100 * row["utilization"] for row in rows], marker="o", color="#33658a")
-    left.set_ylim(0, None)
+    reached = [100 * row["utilization"] for row in rows]
+    left.plot(places, reached, marker="o", color="#33658a")
+    left.set_ylim(0, 1.15 * max(reached))
     left.set_ylabel("model FLOPs utilisation, % of the bf16 peak")
     below = [0.0] * len(rows)
     for label, (colour, names) in _PARTS.items():
