@@ -91,7 +91,8 @@ def test_a_second_call_reuses_every_stage(full: tuple[Path, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
-    not os.environ.get("NIGHTLY"), reason="a minute for each layout; tests/train/parity has them all"
+    not os.environ.get("NIGHTLY"),
+    reason="a minute for each layout; tests/train/parity has them all",
 )
 def test_layouts_give_the_same_losses(full: tuple[Path, str]) -> None:
     """One process, tensor, pipeline and data parallel: 20 steps and 5 more, to 1e-5 relative."""
