@@ -15,6 +15,7 @@ from mcore_data import (
     preprocess_preferences,
     tokenise_preference,
 )
+from mcore_data.cli import main
 
 BYTE = ByteTokenizer()
 CHATML = (
@@ -144,6 +145,22 @@ def test_a_file_of_pairs(tmp_path):
         with pytest.raises(ValueError, match=message):
             preprocess_preferences(path, output=tmp_path / "c", **options)
     assert not list(tmp_path.glob("*c.*"))
+
+
+def test_commands(tmp_path, capsys):
+    path, out = tmp_path / "x.jsonl", str(tmp_path / "p")
+    path.write_text('{"prompt": "q", "chosen": "yes", "rejected": "no"}\n')
+    (tmp_path / "t.jinja").write_text(CHATML.replace("<s>", "").replace("</s>", ""))
+    options = ["--tokenizer", "byte", "--output", out, "--template", str(tmp_path / "t.jinja")]
+    assert main(["preferences", str(path), *options]) == 0
+    assert capsys.readouterr().out == f"{out}.bin/.idx: 1 pairs\n"
+    assert main(["show", out, "--json", "--tokenizer", "byte"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["text"] == "user\nq\nassistant\nyesuser\nq\nassistant\nno"
+    assert len(shown["cu_seqlens"]) == 3
+    path.write_text('{"prompt": "q", "chosen": "yes"}\n')
+    assert main(["preferences", str(path), *options]) == 2
+    assert capsys.readouterr().err.startswith(f"mcore-data: {path}:1: no key 'rejected'")
 
 
 def test_files_of_something_else(pairs, tmp_path):

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mcore_data.commands import bench, files, samples, text
+from mcore_data.commands import bench, files, preferences, samples, text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -12,7 +12,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mcore-data", description="Prepare and inspect training corpora."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (text, files, samples, bench):
+    for module in (text, preferences, files, samples, bench):
         module.add(commands)
     return parser
 

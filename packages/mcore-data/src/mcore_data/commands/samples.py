@@ -120,12 +120,20 @@ def _draw(prefixes: list[str], args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[Sample, int]:
-    from mcore_data.datasets import DocumentDataset, GPTDataset, SampleSource
+    from mcore_data.datasets import (
+        DocumentDataset,
+        GPTDataset,
+        PreferenceDataset,
+        SampleSource,
+    )
+    from mcore_data.datasets.preferences import REJECTED
     from mcore_data.indexed import IndexedReader
 
     reader = IndexedReader(args.prefix)
     source: SampleSource
-    if reader.modes is not None:  # conversations
+    if reader.modes is not None and (reader.modes == REJECTED).any():
+        source = PreferenceDataset(reader, max_length=args.seq_length)
+    elif reader.modes is not None:  # conversations
         source = DocumentDataset(reader, max_length=args.seq_length)
     else:
         eod = args.eod_id
