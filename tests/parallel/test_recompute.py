@@ -158,6 +158,14 @@ def test_a_function_that_does_something_else_is_found(second: tuple[int, ...]) -
         y.sum().backward()
 
 
+@pytest.mark.parametrize("call", [recompute, lambda fn, x: recompute_output(torch.exp, x, fn)])
+def test_gradients_of_gradients_are_refused(call: Callable[..., Tensor]) -> None:
+    x = torch.randn(3, requires_grad=True)
+    y = call(torch.sin, x)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 

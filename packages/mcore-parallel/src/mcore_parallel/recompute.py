@@ -37,7 +37,8 @@ def recompute(fn: Callable[..., T], *inputs: Tensor, spread: Group | None = None
     call.
 
     Raises:
-        RuntimeError: in the backward pass, when the second run keeps other tensors than the first.
+        RuntimeError: in the backward pass: the second run keeps other tensors than the first, or
+            the gradient itself is to be differentiated (`create_graph=True`).
     """
     if not torch.is_grad_enabled():
         return fn(*inputs)
@@ -93,6 +94,7 @@ class _Frame:
         return len(self._shapes) - 1
 
     def unpack(self, number: int) -> Tensor:
+        _refuse_graph()
         if number not in self._again:
             self._run_again()
         return self._again.pop(number)
@@ -112,18 +114,28 @@ class _Frame:
             if count == len(self._shapes):
                 raise _EnoughError
 
+        inputs = self._inputs.get()
         try:
             with (
                 self._surroundings.again(),
                 torch.enable_grad(),
                 saved_tensors_hooks(pack, _never_unpacked),
             ):
-                self._fn(*self._inputs.get())
+                self._fn(*inputs)
         except _EnoughError:
             return
         raise RuntimeError(
             f"run again, the function keeps {count} tensors and not {len(self._shapes)}: it does "
             f"not do the same twice"
+        )
+
+
+def _refuse_graph() -> None:
+    """What is made again has no graph, so that a derivative of the gradient would lack a part."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "recomputed activations in a backward pass with create_graph=True: its result could "
+            "not be differentiated; call the function without recompute"
         )
 
 
@@ -226,6 +238,7 @@ class _Cell:
 
     def view(self, view: _View) -> Tensor:
         """Return a view of the value, which goes with the last of them."""
+        _refuse_graph()
         if self._value is None:
             with torch.no_grad():
                 self._value = self._make(*self._kept.get())
