@@ -161,6 +161,7 @@ def test_mistakes_are_named_before_anything_is_built(
         ({"blend": f"0.3 {files['code']} {files['web']}"}, "where a weight should be"),
         ({"blend": f"{files['code']} {missing}"}, f"{missing}.idx: no such file"),
         ({"parts": str(only)}, "names no files for train"),
+        ({"blend": f"1 {files['web']} 2 {files['web']}"}, "twice: give it once, with the sum of"),
         (
             {"blend": f"{files['code']} {files['web']}", "weights": str(weights)},
             "weights.json: phase 0: no source is 'cod', there are ['code', 'web']",

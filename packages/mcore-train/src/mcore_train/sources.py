@@ -129,6 +129,11 @@ def check_files(config: TrainConfig) -> None:
     for blend in (corpus.train, *corpus.validation_sets().values()):
         for prefix in blend.prefixes:
             IndexedReader(prefix).close()
+    names = corpus.train.names()
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"the training files name {twice[0]} twice: give it once, with the sum of its weights"
+        )
     _schedule(config, corpus.train)
 
 
