@@ -153,6 +153,32 @@ def test_a_layer_of_experts_is_their_sum(dtype: torch.dtype) -> None:
     assert x.grad is not None
 
 
+def test_weights_may_come_with_the_activation() -> None:
+    """Before the last product or behind it: the same layer, with the same gradients."""
+    generator = torch.Generator().manual_seed(3)
+    x, up, down = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((7, 8), (4, 12, 8), (4, 8, 6))
+    )
+    experts = torch.rand(7, 4, generator=generator).argsort(-1)[:, :2]
+    experts[2, 1] = -1
+    assignment = Assignment.of(experts, 4, has_dropped=True)
+    results = []
+    for early in (True, False):
+        weights = torch.linspace(0.1, 1, 14, dtype=torch.float64).view(7, 2).requires_grad_()
+        rows = kernels.moe_permute.permute(x, assignment)
+        inner = kernels.glu(
+            kernels.grouped_linear(rows, up, assignment.counts),
+            weights=assignment.row_weights(weights) if early else None,
+        )
+        outer = kernels.grouped_linear(inner, down, assignment.counts)
+        out = kernels.moe_permute.unpermute(outer, None if early else weights, assignment)
+        results.append((out, *torch.autograd.grad(out.square().sum(), weights)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    assert results[0][1][2, 1] == 0.0
+
+
 def test_counts_that_do_not_fit() -> None:
     x, weight = torch.ones(3, 4), torch.ones(2, 5, 4)
     with pytest.raises(ValueError, match="3 counts for the weights of 2 experts"):

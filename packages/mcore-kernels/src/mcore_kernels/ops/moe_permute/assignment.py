@@ -48,6 +48,14 @@ class Assignment:
             places = torch.where(places < kept, places, DROPPED)
         return Assignment(order=order, places=places.view_as(experts), counts=counts)
 
+    def row_weights(self, weights: Tensor) -> Tensor:
+        """The weights [T, k] in the order of the rows [R], differentiable.
+
+        For `GluOp` and `ActivationOp`, which multiply by them on the way: unpermuting then takes
+        none, and no weighted copy of the experts' results is made.
+        """
+        return weights.flatten().gather(0, self.order)
+
 
 def limit_capacity(
     experts: Tensor,
