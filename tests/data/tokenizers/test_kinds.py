@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mcore_data import ByteTokenizer, ChatTemplate, NullTokenizer, Tokenizer, load_tokenizer
+from mcore_data.tokenizers import tokenizer_files
 from mcore_data.tokenizers.incremental import WindowDecoder
 from mcore_data.tokenizers.ranks import SCHEMES
 
@@ -193,7 +194,8 @@ def test_ids_are_those_of_the_libraries(trained, folders, text):
     )
     ids = [i + 30 for i in theirs.encode_ordinary(text)]
     assert load_tokenizer(folders["tekken"]).encode(text) == ids
-    bert = tokenizers.BertWordPieceTokenizer(str(folders["wordpiece"] / "vocab.txt"))
+    pieces = (folders["wordpiece"] / "vocab.txt").read_text().splitlines()
+    bert = tokenizers.BertWordPieceTokenizer({piece: i for i, piece in enumerate(pieces)})
     bert._tokenizer.encode_special_tokens = True
     ours = load_tokenizer(folders["wordpiece"])
     assert ours.encode(text) == bert.encode(text, add_special_tokens=False).ids
@@ -364,6 +366,16 @@ def test_files_of_no_kind(tmp_path, folders, monkeypatch):
         monkeypatch.setitem(sys.modules, library, None)
         with pytest.raises(ValueError, match=re.escape("pip install 'mcore-data[")):
             load_tokenizer(folders[name])
+
+
+def test_a_folder_with_a_model_gives_its_tokenizer_alone(folders, tmp_path):
+    """What checkpoints take along: no weights, and all the files of ours."""
+    for path in folders["gpt2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 99)
+    assert {p.name for p in tokenizer_files(tmp_path)} == {"encoder.json", "vocab.bpe"}
+    names = {p.name for p in tokenizer_files(folders["tiktoken"])}
+    assert names == {"tokenizer_config.json", "x.tiktoken"}
 
 
 def test_a_kind_of_ones_own_needs_little():
