@@ -1,5 +1,6 @@
 """What a model recomputes: the same gradients bit for bit, from less memory, or a clear refusal."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mcore_models import (
     build_model,
 )
 from mcore_models.common.recompute import RecomputeConfig
-from mcore_parallel import ParallelConfig, RngKey
+from mcore_parallel import ParallelConfig, RngKey, dropout
 from mcore_parallel.testing.memory import kept_bytes
 
 CONFIG = ModelConfig(
@@ -83,6 +84,23 @@ def test_less_is_kept_and_gradients_are_bitwise_equal(
         assert torch.equal(gradients[name], value), name
     assert auxiliary == plain[1]
     assert auxiliary["moe_balance_loss"] > 0
+
+
+def test_fresh_masks_in_the_backward_pass_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """U27: the loss is the same even so, and every gradient is wrong."""
+    found = []
+    for mode in ("none", "full"):
+        calls = itertools.count()
+
+        def fresh(x: Tensor, p: float, key: RngKey, rows: Tensor, calls: Any = calls) -> Tensor:
+            return dropout(x, p, key.fold(next(calls)), rows)
+
+        monkeypatch.setattr("mcore_models.common.batch.dropout", fresh)
+        found.append(train(RecomputeConfig(mode=mode))[0])
+    plain, again = found
+    assert torch.equal(plain["loss"], again["loss"])
+    wrong = {name for name in plain if not torch.equal(plain[name], again[name])}
+    assert {"layers.0.mlp.gate_up.weight", "layers.3.mamba.a_log"} <= wrong
 
 
 def test_validation_and_decoding_recompute_nothing() -> None:
