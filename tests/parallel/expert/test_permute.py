@@ -36,8 +36,8 @@ def test_rows_and_sums_and_their_gradients(
     leaves = [x, factors, weights] if weighted else [x, factors]
     direction = random(tokens, 2, seed=3).detach()
     for mine, theirs in zip(
-        torch.autograd.grad(found, leaves, direction),
-        torch.autograd.grad(want, leaves, direction),
+        torch.autograd.grad((found * direction).sum(), leaves),
+        torch.autograd.grad((want * direction).sum(), leaves),
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)

@@ -8,6 +8,7 @@ from mcore_parallel.expert.backends import (
     dispatcher_factory,
     make_dispatcher,
 )
+from mcore_parallel.expert.conformance import DispatchCase, check_dispatch, dispatch_cases
 from mcore_parallel.expert.dispatch import (
     Combining,
     Dispatched,
@@ -27,6 +28,7 @@ __all__ = [
     "AllGather",
     "AllToAll",
     "Combining",
+    "DispatchCase",
     "Dispatched",
     "Dispatcher",
     "DispatcherFactory",
@@ -40,7 +42,9 @@ __all__ = [
     "Steps",
     "TorchPermute",
     "Transit",
+    "check_dispatch",
     "check_dispatcher",
+    "dispatch_cases",
     "dispatcher_factory",
     "finish",
     "grouped_linear",
