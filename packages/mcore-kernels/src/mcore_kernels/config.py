@@ -39,6 +39,8 @@ class KernelConfig:
     grouped_linear: str = AUTO
     causal_conv1d: str = AUTO
     ssd_scan: str = AUTO
+    quantize: str = AUTO
+    fp8_matmul: str = AUTO
     adam: str = AUTO
     grad_stats: str = AUTO
     sample: str = AUTO

@@ -14,6 +14,7 @@ from mcore_kernels.protocols import (
     AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
+    Fp8MatmulOp,
     GeluOp,
     GluOp,
     GradStatsOp,
@@ -24,6 +25,7 @@ from mcore_kernels.protocols import (
     MoePermuteOp,
     MoeRouteOp,
     PagedAttentionOp,
+    QuantizeOp,
     RmsNormOp,
     RopeOp,
     SampleOp,
@@ -66,6 +68,8 @@ class Kernels:
     grouped_linear: GroupedLinearOp = field(init=False, compare=False)
     causal_conv1d: CausalConv1dOp = field(init=False, compare=False)
     ssd_scan: SsdScanOp = field(init=False, compare=False)
+    quantize: QuantizeOp = field(init=False, compare=False)
+    fp8_matmul: Fp8MatmulOp = field(init=False, compare=False)
     adam: AdamOp = field(init=False, compare=False)
     grad_stats: GradStatsOp = field(init=False, compare=False)
     sample: SampleOp = field(init=False, compare=False)

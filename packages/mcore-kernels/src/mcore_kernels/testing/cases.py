@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.testing import dense, moe, state_space, step
+from mcore_kernels.testing import dense, moe, quant, state_space, step
 from mcore_kernels.testing.case import Case, Make, ends, scattered, slice_of_rows, with_nan
 
 
@@ -234,6 +234,8 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "grouped_linear": moe.grouped_linear,
     "causal_conv1d": state_space.causal_conv1d,
     "ssd_scan": state_space.ssd_scan,
+    "quantize": quant.quantize,
+    "fp8_matmul": quant.fp8_matmul,
     "adam": step.adam,
     "grad_stats": step.grad_stats,
     "sample": step.sample,

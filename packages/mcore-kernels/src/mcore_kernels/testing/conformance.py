@@ -13,7 +13,7 @@ from mcore_kernels.ops import OPERATORS
 from mcore_kernels.protocols import accumulation_dtype
 from mcore_kernels.registry import implementation_named, operator_named, resolve
 from mcore_kernels.target import Target
-from mcore_kernels.testing import methods, moe, spec, step
+from mcore_kernels.testing import methods, moe, quant, spec, step
 from mcore_kernels.testing.case import Case
 from mcore_kernels.testing.cases import cases
 from mcore_kernels.testing.compare import assert_close
@@ -22,6 +22,8 @@ _COMPARISONS: Mapping[str, Callable[[Any, dict[str, Any], dict[str, Any], str], 
     "cross_entropy": methods.compare_vocab_loss,
     "moe_route": moe.compare_route,
     "moe_permute": moe.compare_permute,
+    "quantize": quant.compare_quantize,
+    "fp8_matmul": quant.compare_fp8_matmul,
     "adam": step.compare_adam,
     "grad_stats": step.compare_grad_stats,
     "sample": step.compare_sample,
