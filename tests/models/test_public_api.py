@@ -26,4 +26,5 @@ def test_signature_of_build_model_changes_only_on_purpose() -> None:
         "builders",
         "key",
         "stage_layers",
+        "recompute",
     ]
