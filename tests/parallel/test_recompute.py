@@ -14,6 +14,14 @@ from mcore_parallel.tensor import ColumnParallelLinear
 from mcore_parallel.testing import RankPool
 from mcore_parallel.testing.memory import kept_bytes
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+    ),
+]
+
 
 class Part(nn.Module):
     """Keeps its input, both inner activations and a mask drawn from torch's generator."""
@@ -42,21 +50,22 @@ def twice(part: Part, x: Tensor) -> Tensor:
     return part(part(x))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradients_are_bitwise_those_of_the_plain_call(nested: bool) -> None:
+def test_gradients_are_bitwise_those_of_the_plain_call(nested: bool, device: str) -> None:
     """U27: masks are drawn from the same generator state; also where calls are nested."""
-    part, x = Part(), torch.randn(5, 12, requires_grad=True)
+    part, x = Part().to(device), torch.randn(5, 12, device=device, requires_grad=True)
     inner: Callable[[Tensor], Tensor] = partial(recompute, part) if nested else part
 
     def run(x: Tensor) -> Tensor:
         return recompute(lambda x: part(inner(x)), x)
 
-    state = torch.get_rng_state()
     plain = gradients(part, x, partial(twice, part))
-    after = torch.rand(1)
-    torch.set_rng_state(state)
+    after = torch.rand(1, device=device)
     again = gradients(part, x, run)
-    assert torch.equal(torch.rand(1), after)  # recomputing draws nothing of its own
+    assert torch.equal(
+        torch.rand(1, device=device), after
+    )  # the second run draws nothing of its own
     for one, other in zip(plain, again, strict=True):
         assert torch.equal(one, other)
 
