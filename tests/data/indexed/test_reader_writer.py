@@ -305,27 +305,29 @@ _WRITERS = """
 import os, sys
 from mcore_data import IndexedWriter
 
-gate, opener = os.pipe()
-children = []
-for i in range(8):
-    child = os.fork()
-    if child == 0:
-        os.read(gate, 1)
-        with IndexedWriter(sys.argv[1], "uint16") as writer:
-            writer.add_document([i] * (i + 1))
-        os._exit(0)
-    children.append(child)
-os.write(opener, b"." * 8)
-print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+for prefix in sys.argv[1:]:
+    gate, opener = os.pipe()
+    children = []
+    for i in range(8):
+        child = os.fork()
+        if child == 0:
+            os.read(gate, 1)
+            with IndexedWriter(prefix, "uint16") as writer:
+                writer.add_document([i] * (i + 1))
+            os._exit(0)
+        children.append(child)
+    os.write(opener, b"." * 8)
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
 """
 
 
 def test_writers_of_one_prefix_do_not_mix_their_files(tmp_path):
-    for _ in range(3):
-        run = [sys.executable, "-c", _WRITERS, tmp_path / "c"]
-        output = subprocess.run(run, stdout=subprocess.PIPE, check=True).stdout
-        assert output.decode() == f"{[0] * 8}\n"
-        (tokens,) = list(IndexedReader(tmp_path / "c"))
+    rounds = [tmp_path / str(i) / "c" for i in range(3)]
+    run = [sys.executable, "-c", _WRITERS, *rounds]
+    output = subprocess.run(run, stdout=subprocess.PIPE, check=True).stdout
+    assert output.decode() == f"{[0] * 8}\n" * 3
+    for prefix in rounds:
+        (tokens,) = list(IndexedReader(prefix))
         assert tokens.tolist() == [tokens[0]] * (tokens[0] + 1)
-        assert (tmp_path / "c.bin").stat().st_size == tokens.nbytes
-        assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx"]
+        assert prefix.with_suffix(".bin").stat().st_size == tokens.nbytes
+        assert sorted(os.listdir(prefix.parent)) == ["c.bin", "c.idx"]

