@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _MARKS = {"chosen": "*", "available": "-", "refused": "x"}
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status.
 
-    0 when done, 2 for a mistake of the user's, which prints one line.
+    0 when done, 1 when the doctor finds a fault, 2 for a mistake of the user's (one line).
     """
     parser = argparse.ArgumentParser(
         prog="mcore-kernels", description="Operators, and why each one runs as it does."
@@ -28,20 +29,57 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser(
         "explain", help="per operator: what would run on a device, and why not the others"
     )
-    command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    _add_target(command)
     command.add_argument(
         "--arch", help="compute capability of a CUDA device that is not here, such as 9.0"
     )
-    command.add_argument("--dtype", help="of activations (default: bfloat16 on cuda, else float32)")
-    command.add_argument("--head-dim", type=int, help="size of an attention head")
     command.add_argument("--op", help="this operator only")
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_explain)
+    command = commands.add_parser(
+        "bench", help="how near operators come to the limits of this machine, measured in one run"
+    )
+    _add_target(command)
+    command.add_argument("--op", help="this operator only")
+    command.add_argument("--every", action="store_true", help="all implementations that can run")
+    command.add_argument("--tokens", type=int, help="rows (default: 16384 on cuda, else 2048)")
+    command.add_argument("--hidden", type=int, help="columns (default: 4096 on cuda, else 1024)")
+    command.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    command.set_defaults(run=_bench, arch=None)
+    command = commands.add_parser(
+        "doctor", help="what is installed, and whether what would run here computes what it should"
+    )
+    _add_target(command)
+    command.set_defaults(run=_doctor, arch=None)
     args = parser.parse_args(argv)
     try:
-        return _explain(args)
+        status: int = args.run(args)
+        return status
     except ValueError as error:
         print(f"mcore-kernels: {error}", file=sys.stderr)
         return 2
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    command.add_argument("--dtype", help="of activations (default: bfloat16 on cuda, else float32)")
+    command.add_argument("--head-dim", type=int, help="size of an attention head")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from mcore_kernels.bench.command import run_bench
+
+    return run_bench(
+        _target(args), op=args.op, tokens=args.tokens, hidden=args.hidden, repeats=args.repeats,
+        every=args.every, out=args.json,
+    )  # fmt: skip
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mcore_kernels.bench.command import run_doctor
+
+    return run_doctor(_target(args))
 
 
 def _explain(args: argparse.Namespace) -> int:
