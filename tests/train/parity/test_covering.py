@@ -22,7 +22,7 @@ def impossible() -> set[frozenset[Value]]:
     pairs = [(("family", "gpt"), ("experts", value)) for value in AXES["experts"] if value]
     pairs += [(("pipeline", one), ("level", other)) for one in SPLIT for other in TOGETHER]
     pairs += [(("tensor", value), ("recompute", "spread")) for value in ("", "tp=2,sp")]
-    pairs += [(("tensor", ""), ("experts", "ep=2,etp=1"))]
+    pairs += [(("tensor", ""), ("experts", AXES["experts"][2]))]
     pairs += [(("level", "zero=0"), ("replica", "replicas=2"))]
     return {frozenset(pair) for pair in pairs}
 
@@ -66,7 +66,10 @@ def test_with_fewer_ranks_there_are_fewer(cells: list[Cell]) -> None:
         ({"level": "zero=3", "context": "cp=2,cp-kind=ring"}, "cp=2,cp-kind=ring,zero=3,dp=1"),
         ({"experts": "ep=2"}, "ep=2,dp=2"),
         ({"experts": "ep=2", "tensor": "tp=2"}, "tp=2,ep=2,dp=2"),
-        ({"experts": "ep=2,etp=1", "tensor": "tp=2"}, "tp=2,ep=2,etp=1,dp=1"),
+        (
+            {"experts": AXES["experts"][2], "tensor": "tp=2"},
+            "tp=2,ep=2,etp=1,dispatch=all-gather,dp=1",
+        ),
         ({"replica": "replicas=2"}, "replicas=2,dp=2"),
         ({"replica": "replicas=2", "experts": "ep=2"}, "ep=2,replicas=2,dp=4"),
     ],

@@ -40,7 +40,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
         "pp=2,schedule=zb-h1,first=1",
         "pp=2,schedule=zb-v,chunks=2,count-embedding",
     ),
-    "experts": ("", "ep=2", "ep=2,etp=1"),
+    "experts": ("", "ep=2", "ep=2,etp=1,dispatch=all-gather"),
     "level": ("zero=1", "zero=0", "zero=2", "zero=3"),
     "replica": ("", "twice", "replicas=2"),
     "buckets": ("", "bucket=700", "overlap=0"),
@@ -65,7 +65,11 @@ TABLE_AXES: Mapping[str, tuple[str, ...]] = {
     "replica": ("", "replicas=2"),
 }
 """The axes of which the full matrix has every combination."""
-_FINER = {"tp=2": ("tp=2", "tp=2,sp"), "ep=2": ("ep=2", "ep=2,etp=1"), "": ("", "twice")}
+_FINER = {
+    "tp=2": ("tp=2", "tp=2,sp"),
+    "ep=2": ("ep=2", "ep=2,etp=1,dispatch=all-gather"),
+    "": ("", "twice"),
+}
 MOST_RANKS = 16
 
 
