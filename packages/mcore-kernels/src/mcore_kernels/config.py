@@ -50,6 +50,16 @@ class KernelConfig:
             if self.choice(field.name) is not None:
                 implementation_named(operator_named(field.name), getattr(self, field.name))
 
+    @classmethod
+    def batch_invariant(cls, **choices: str) -> KernelConfig:
+        """Products, norms and attention that give a token the same bits in every batch.
+
+        Training and serving then agree bit for bit where their other operators work element by
+        element. `choices` are of further operators. What it costs: `mcore-kernels bench --every`.
+        """
+        ops = ("linear", "rms_norm", "add_rms_norm", "layer_norm", "attention")
+        return cls(**{**dict.fromkeys(ops, "invariant"), **choices})
+
     def choice(self, op: str) -> str | None:
         """The name given for `op`; None for "auto"."""
         name: str = getattr(self, op)

@@ -25,7 +25,8 @@ class Implementation:
             reason why these arguments cannot be served.
         second: name of the implementation that serves arguments which `limits` refuses. None:
             such arguments are a ValueError.
-        priority: where several can run, the highest is chosen; the reference has 0.
+        priority: where several can run, the highest is chosen; the reference has 0, and what is
+            chosen by name only has less.
         summary: half a line for people.
     """
 

@@ -24,5 +24,12 @@ OPERATOR = Operator(
             priority=20,
             summary="one pass over the rows each way, sum included",
         ),
+        Implementation(
+            op="add_rms_norm",
+            name="invariant",
+            fn="mcore_kernels.ops.norm_invariant:add_rms_norm",
+            priority=-1,
+            summary="by name only: a row does not depend on the batch",
+        ),
     ),
 )

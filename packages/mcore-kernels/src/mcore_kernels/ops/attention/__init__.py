@@ -58,5 +58,12 @@ OPERATOR = Operator(
             priority=30,
             summary="cuDNN for long segments of equal length; others go to flash",
         ),
+        Implementation(
+            op="attention",
+            name="invariant",
+            fn="mcore_kernels.ops.attention.invariant:INVARIANT",
+            priority=-1,
+            summary="by name only: a query depends on the keys it sees alone",
+        ),
     ),
 )

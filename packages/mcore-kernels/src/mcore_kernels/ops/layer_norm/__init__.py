@@ -24,5 +24,12 @@ OPERATOR = Operator(
             priority=20,
             summary="one pass over the rows each way",
         ),
+        Implementation(
+            op="layer_norm",
+            name="invariant",
+            fn="mcore_kernels.ops.norm_invariant:layer_norm",
+            priority=-1,
+            summary="by name only: a row does not depend on the batch",
+        ),
     ),
 )

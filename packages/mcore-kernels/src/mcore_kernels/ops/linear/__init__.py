@@ -27,5 +27,12 @@ OPERATOR = Operator(
             priority=20,
             summary="16-bit weight gradients added to float32 buffers within the product",
         ),
+        Implementation(
+            op="linear",
+            name="invariant",
+            fn="mcore_kernels.ops.linear.invariant:LINEAR",
+            priority=-1,
+            summary="by name only: a row does not depend on the batch",
+        ),
     ),
 )

@@ -33,5 +33,12 @@ OPERATOR = Operator(
             priority=20,
             summary="one pass over the rows each way",
         ),
+        Implementation(
+            op="rms_norm",
+            name="invariant",
+            fn="mcore_kernels.ops.norm_invariant:rms_norm",
+            priority=-1,
+            summary="by name only: a row does not depend on the batch",
+        ),
     ),
 )
