@@ -135,7 +135,7 @@ def train_layouts(combinations, replicas, dtype, device):
                 model, specs, mesh, units=[model.first, model.last], partition=PARTITIONS[partition]
             )
             optimizer = ShardedOptimizer(buckets, RULES[rule], hyper=decay(0.1))
-            data = batches(3, 12, dtype).to(device)
+            data = batches(2, 12, dtype).to(device)
             norms = train(model, buckets, optimizer, data, mesh.dp.rank, mesh.dp.size)
             params = [param.detach() for param in model.parameters()]
             params = [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in params]
@@ -151,7 +151,7 @@ def alone(rule, dtype, device):
     masters = {name: param.detach().float() for name, param in model.named_parameters()}
     states = {name: RULES[rule].init(value) for name, value in masters.items()}
     norms = []
-    for step, micro_batches in enumerate(batches(3, 12, dtype).to(device), start=1):
+    for step, micro_batches in enumerate(batches(2, 12, dtype).to(device), start=1):
         sums = {name: torch.zeros_like(value) for name, value in masters.items()}
         for x in micro_batches:
             model.zero_grad()
