@@ -60,7 +60,7 @@ def test_asking_for_one_that_cannot_run_says_why_and_what_can() -> None:
         resolve("rms_norm", target=CPU, require="triton")
     assert str(error.value) == (
         "rms_norm: 'triton' cannot run on cpu float32: needs a CUDA device, the target is cpu; "
-        "available: eager, reference"
+        "available: eager, reference, invariant"
     )
 
 

@@ -28,11 +28,10 @@ CUDA = Target(device_type="cuda", arch=(9, 0))
 
 @pytest.mark.parametrize(("op", "implementation"), runnable(Target()))
 def test_on_cpu(op: str, implementation: str) -> None:
-    # These take small products one after another; what a dtype changes in them is seen in few.
-    done = assert_matches_reference(
-        op, implementation, every=4 if implementation == "invariant" else 1
-    )
-    assert len(done) >= 30
+    # It takes small products one after another; what a dtype changes in them is seen in few cases.
+    every = 4 if (op, implementation) == ("attention", "invariant") else 1
+    done = assert_matches_reference(op, implementation, every=every)
+    assert len(done) >= 36
     assert {line.partition(":")[0] for line in done} >= {"float32", "bfloat16", "float16"}
 
 
