@@ -41,6 +41,9 @@ nightly: ## Longer suites; docs/nightly.md has the last figures
 	NIGHTLY=1 $(BIN)/pytest tests/system/test_crash.py
 	NIGHTLY=1 $(BIN)/pytest tests/system/test_quickstart.py -k layouts
 	NIGHTLY=1 $(BIN)/pytest tests/data/test_kills.py tests/data/datasets
+	NIGHTLY=1 $(BIN)/pytest tests/data/tokenizers/test_materials.py tests/data/preprocessing/test_speed.py
+	NIGHTLY=1 $(BIN)/pytest tests/kernels/test_compiles.py tests/kernels/test_interpreter.py
+	NIGHTLY=1 $(BIN)/pytest tests/parallel/cost/test_page.py
 	$(BIN)/mcore-train parity --matrix full
 	MCORE_ORACLE_CONFIGS=260 uv run --group oracle pytest tests/data/datasets/test_gpt_oracle.py
 	tools/lowest.sh

@@ -157,6 +157,7 @@ CASES = [
     (written("x.jsonl", "\n \n"), PREPROCESS, r"DIR/o: no document to write \(0 empty, 0 bad\)"),
     (written("x.jsonl", '{"text": ""}\n'), PREPROCESS, r"DIR/o: no document to write \(1 empty"),
     (empty_corpus, "show DIR/c --sample 0 --seq-length 2", "DIR/c: "),
+    (empty_corpus, "plan DIR/c --seq-length 2", "DIR/c: no document in any part"),
     (empty_corpus, "split DIR/c --weights 1,1 --output DIR/o", "none of the 0 documents of DIR/c"),
     # Lines and documents.
     (written("x.jsonl", LINE + "{"), f"{PREPROCESS} --strict", "DIR/x.jsonl:2: no JSON, Expecting"),

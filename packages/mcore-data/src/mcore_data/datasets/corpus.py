@@ -284,6 +284,8 @@ class Corpus:
                         epochs=drawn[k] * seq_length / tokens[k] if tokens[k] else 0.0,
                     )
                 )
+        if readers and not rows:
+            raise ValueError(f"{', '.join(readers)}: no document in any part")
         return rows
 
     def _parts(
