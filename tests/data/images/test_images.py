@@ -136,6 +136,25 @@ def test_hostile_tar_files(tmp_path):
             TarImages(paths)
 
 
+def test_no_pair_is_lost_behind_a_damaged_header(tmp_path):
+    """The library takes a header that it cannot read for the end of the archive."""
+    path = tmp_path / "x.tar"
+    members = [(f"{i}.{s}", b"x" * 700) for i in range(4) for s in ("png", "txt")]
+    whole = tar(path, members).read_bytes()
+    begin = whole.index(b"2.png\0")
+    changed = bytearray(whole)
+    changed[begin] ^= 1
+    for raw in (bytes(changed), whole[: begin + 100]):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=rf"x.tar: damaged, .* begins at byte {begin}, and"):
+            TarImages(path)
+    path.write_bytes(whole + whole)
+    with pytest.raises(ValueError, match=rf"several archives in one: .* byte {len(whole)} is not"):
+        TarImages(path)
+    path.write_bytes(whole + bytes(3 << 20))
+    assert len(TarImages(path)) == 4
+
+
 def test_json_lines(tmp_path):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "secret.png").write_bytes(flat((0, 0, 0)))

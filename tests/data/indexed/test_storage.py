@@ -144,6 +144,34 @@ def test_the_index_is_fetched_once(server, storage, corpus, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+@pytest.mark.parametrize("name", ["blob_id", "modificationTime", "md5Hash"])
+def test_an_index_of_the_same_size_is_not_taken_for_the_same(tmp_path, monkeypatch, name):
+    """File systems call what changes with content by names of their own."""
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    known = type(files).info
+    rounds, reads = iter(range(9)), iter(range(99))
+
+    def info(self, path, **options):
+        found = known(self, path, **options)
+        found.pop("created", None)
+        return {**found, name: f"v{version}", "atime": next(reads)}
+
+    monkeypatch.setattr(type(files), "info", info)
+    storage = Storage(cache_dir=tmp_path / "cache")
+    for documents in ([[1, 2, 3], [4]], [[5], [6, 7, 8]]):
+        version = next(rounds)
+        with IndexedWriter(tmp_path / "c", "uint16") as writer:
+            for tokens in documents:
+                writer.add_document(tokens)
+        for suffix in (".bin", ".idx"):
+            files.pipe(f"/replaced/{name}{suffix}", (tmp_path / f"c{suffix}").read_bytes())
+        for _ in range(2):
+            with IndexedReader(f"memory://replaced/{name}", storage=storage) as reader:
+                assert [sequence.tolist() for sequence in reader] == documents
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 FAULTS = {
     "drop": "tried 3 times, ",
     "cut": "tried 3 times, ",

@@ -288,6 +288,17 @@ def test_wordpiece_case_is_told_by_the_pieces_or_the_config(folders, tmp_path):
     assert load_tokenizer(tmp_path).encode("HELLO") == load_tokenizer(tmp_path).encode("hello")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_wordpiece_lines_end_at_line_ends_alone(folders, tmp_path, end):
+    """Vocabularies hold the line separators of Unicode as pieces; ids count the lines of a file."""
+    pieces = (folders["wordpiece"] / "vocab.txt").read_text().split()
+    pieces[20:20] = ["\u2028", "x\x85y", "\x1d"]
+    (tmp_path / "vocab.txt").write_bytes(end.join([*pieces, ""]).encode())
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == len(pieces)
+    assert tokenizer.decode([len(pieces) - 1]) == pieces[-1].removeprefix("##")
+
+
 def damaged(folder, tmp_path, name, change):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -1,11 +1,14 @@
 """Objects of any file system that the library `fsspec` knows."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]
 
 from mcore_data.indexed.storage import ObjectInfo
+
+_READ_AT: Final = ("atime", "accessTime", "last_access_time", "time")
+"""What file systems call the time of the last read, which says nothing of the content."""
 
 
 class FsspecBackend:
@@ -25,7 +28,8 @@ class FsspecBackend:
         info = self._fs.info(self._path)
         if info.get("type") == "directory":
             raise FileNotFoundError(self._path)
-        marks = [str(info.get(key)) for key in ("ETag", "etag", "mtime", "LastModified", "created")]
+        # All that is known: each file system has a name of its own for what changes with content.
+        marks = sorted(f"{key}={value}" for key, value in info.items() if key not in _READ_AT)
         return ObjectInfo(size=int(info["size"]), version=" ".join(marks))
 
     def read(self, begin: int, end: int) -> bytes:

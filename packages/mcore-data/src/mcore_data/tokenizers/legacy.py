@@ -60,9 +60,10 @@ def from_wordpiece(files: Mapping[str, bytes], where: str | Path) -> dict[str, b
     """
     name = f"{where}/{WORDPIECE_FILE}"
     try:
-        pieces = files[WORDPIECE_FILE].decode().splitlines()
+        text = files[WORDPIECE_FILE].decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: no UTF-8 ({error})") from None
+    pieces = text.removesuffix("\n").split("\n")  # a piece may be a line separator of Unicode
     vocabulary: dict[str, int] = {}
     for i, piece in enumerate(pieces):
         if vocabulary.setdefault(piece, i) != i:
