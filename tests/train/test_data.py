@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from mcore_models import TokenBatch
 from mcore_parallel import ParallelConfig, ParallelMesh, init_from_env
 from mcore_parallel.testing import RankPool
 from mcore_train.config import TrainConfig
-from mcore_train.data import ReplicaData, share_batches
+from mcore_train.data import ReplicaData, check_tokens, share_batches
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.parity import world_size
 
@@ -258,6 +259,13 @@ def test_an_error_of_the_reader_is_that_of_all_its_ranks(
     assert len(set(found)) == 1
     assert found[0][0] == finished
     assert "the disk is gone" in found[0][2]
+
+
+def test_a_token_below_zero_is_named() -> None:
+    """A vocabulary cut over ranks would take it for one of another rank, and embed nothing."""
+    rows = {"tokens": np.array([[1, 2], [3, 4]]), "labels": np.array([[2, 3], [-7, 5]])}
+    with pytest.raises(ValueError, match="sample 9 of the data holds token -7: its file is"):
+        check_tokens({**rows, "sample_ids": np.array([8, 9])}, 10)
 
 
 def test_tokens_outside_the_vocabulary_are_an_error_of_all_ranks(

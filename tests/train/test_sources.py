@@ -146,6 +146,8 @@ def test_what_is_opened(files: dict[str, str], tmp_path: Path) -> None:
     assert counted.sampler.counts(24) == {"code": 6, "web": 18}
     with pytest.raises(ValueError, match=r"sum to 24 samples, steps=7 .* take 28: use steps 6"):
         open_datasets(blended({"parts": str(counts)}, steps=7))
+    with pytest.raises(ValueError, match=r"would set aside the counts of the training blend"):
+        open_datasets(blended({"parts": str(counts), "weights": str(tmp_path / "w.json")}))
 
 
 def test_mistakes_are_named_before_anything_is_built(
@@ -185,6 +187,7 @@ def test_options_that_would_not_be_read() -> None:
         ({"parts": a, "validation": a}, "data.validation=a would not be read: data.parts=a"),
         ({"train": a, "weights": a}, "data.weights=a is for the files of data.blend or data.parts"),
         ({"train": a, "each_validation": True}, "data.each_validation is for validation files"),
+        ({"train": Path("s3://b/c")}, "data.train=s3:/b/c is no path: addresses such"),
         ({"mock": True, "blend": ("a",)}, "data.blend and data.mock: each says what to train on"),
     ):
         with pytest.raises(ValueError, match=message):

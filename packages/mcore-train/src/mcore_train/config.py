@@ -7,9 +7,10 @@ has been checked as a whole: nothing is built from one that is wrong.
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from mcore_kernels import KernelConfig
 from mcore_models import ModelConfig
@@ -20,6 +21,8 @@ Precision = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
 OptimizerKind = Literal["adamw", "sgd"]
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
+
+_ADDRESS: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")  # a path has lost the second stroke
 
 
 def _require(condition: bool, message: str) -> None:
@@ -84,6 +87,13 @@ class DataConfig:
             f"data.validation={self.validation} would not be read: data.parts={self.parts} names "
             "the validation files",
         )
+        for name in ("train", "validation"):
+            value = getattr(self, name)
+            _require(
+                _ADDRESS.match(str(value)) is None,
+                f"data.{name}={value} is no path: addresses such as s3://bucket/corpus stand in "
+                "data.blend or data.parts",
+            )
         several = self.blend is not None or self.parts is not None
         _require(
             self.weights is None or several,

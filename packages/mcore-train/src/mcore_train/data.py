@@ -152,6 +152,12 @@ def check_tokens(arrays: MicroBatch, vocab_size: int) -> None:
         ValueError: names the sample, the token and the vocabulary that would hold it.
     """
     for name in ("tokens", "labels"):
+        if (lowest := int(arrays[name].min(initial=0))) < 0:
+            row = int(np.argmin(arrays[name].min(axis=1)))
+            raise ValueError(
+                f"sample {arrays['sample_ids'][row]} of the data holds token {lowest}: its file is "
+                "damaged, see mcore-data verify --vocab-size"
+            )
         highest = int(arrays[name].max(initial=0))
         if highest >= vocab_size:
             row = int(np.argmax(arrays[name].max(axis=1)))

@@ -146,6 +146,11 @@ def _is_blend(data: DataConfig, blend: Blend) -> bool:
 def _schedule(config: TrainConfig, blend: Blend) -> WeightSchedule | None:
     """Return the weights of the training files; None: in proportion to their samples."""
     if config.data.weights is not None:
+        if blend.counts is not None:
+            raise ValueError(
+                f"data.weights={config.data.weights} would set aside the counts of the training "
+                "blend: give one of them"
+            )
         return WeightSchedule.read(config.data.weights, blend.names())
     if blend.counts is not None:
         wanted, there = config.steps * config.batch.global_size, sum(blend.counts)
