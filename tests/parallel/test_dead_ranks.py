@@ -8,14 +8,17 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_parallel import CollectiveError, ParallelConfig, ParallelMesh
+from mcore_parallel import CollectiveError, Group, ParallelConfig, ParallelMesh, _torch, faults
 from mcore_parallel._call import Call
 from mcore_parallel.collectives import all_reduce, reduce_scatter_into
+from mcore_parallel.context import RingAttention
+from mcore_parallel.expert import start_exchange
 from mcore_parallel.testing import RankPool
 
 SIZE = 4
@@ -104,3 +107,31 @@ def test_the_error_can_be_pickled(ranks: RankPool) -> None:
         "rank 0, all_reduce over tp (ranks 0, 1): timed out: rank 1 has not come, and not failed "
         "either"
     )
+
+
+class Lost:
+    """A communication with a rank that is gone, as torch gives it."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_exchanges_under_way_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of experts and of rings, which start their messages themselves."""
+
+    def named(operation: str, group: Group, error: RuntimeError) -> CollectiveError:
+        return CollectiveError(group.rank, operation, group.name, "gone")
+
+    monkeypatch.setattr(faults, "_named", named)
+    monkeypatch.setattr(_torch, "all_to_all_into", lambda *_, **__: Lost())
+    monkeypatch.setattr(_torch, "is_alive", lambda _: True)
+    monkeypatch.setattr(dist, "P2POp", lambda *_: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda _: [Lost()])
+    group = Group(rank=0, size=2, ranks=(0, 1), pg=mock.Mock(), name="cp")
+    x, bounds = torch.ones(2, 1, 4), torch.tensor([0, 2])
+    with pytest.raises(CollectiveError, match="start_exchange over cp: gone"):
+        start_exchange(x, group, [1, 1], [1, 1]).wait()
+    with pytest.raises(CollectiveError, match="ring attention over cp: gone"):
+        RingAttention(group)(
+            x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=2, max_seqlen_k=2
+        )

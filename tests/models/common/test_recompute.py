@@ -137,6 +137,7 @@ def test_what_a_model_does_not_have_is_refused() -> None:
     ("fields", "message"),
     [
         ({"mode": "full", "parts": ("mlp",)}, r"\['mlp'\] belong to mode selective, not full"),
+        ({"mode": "ful"}, "mode='ful' is none of none, full, selective: did you mean 'full'"),
         ({"spread": True}, "spread=True belongs to mode full, not none"),
         ({"mode": "selective", "first_layers": 1}, "first_layers=1 belongs to mode full"),
         ({"mode": "full", "layers_together": 0}, "layers_together=0 must be at least 1"),

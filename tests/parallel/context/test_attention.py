@@ -464,3 +464,16 @@ def test_what_cannot_be_shared_is_refused_in_one_line() -> None:
             max_seqlen_q=4,
             max_seqlen_k=4,
         )
+
+
+def test_bounds_made_in_inference_mode() -> None:
+    """They have no version: what was planned for them is not taken for what they are later."""
+    exchange = HeadExchange(Group(rank=0, size=2, ranks=(0, 1)))
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 4, 8])
+        first = exchange.widen((bounds, bounds), None, (8, 8), bounds.device)
+        bounds[1] = 2
+        second = exchange.widen((bounds, bounds), None, (8, 8), bounds.device)
+    assert first.cu_seqlens.tolist() == [0, 8, 16]
+    assert second.cu_seqlens.tolist() == [0, 4, 16]
+    assert not torch.equal(first.order, second.order)

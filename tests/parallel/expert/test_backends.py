@@ -27,12 +27,13 @@ def make(num_experts, /, *, ep, etp, permute, overlap):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that registers two dispatchers, of which one cannot be imported."""
+    """A package that registers three dispatchers, of which two cannot be imported."""
     info = tmp_path / "quick_dispatch-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quick-dispatch\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[mcore_parallel.dispatchers]\nquick = quick_dispatch:make\nlost = quick_lost:make\n"
+        "old = quick_dispatch:gone\n"
     )
     (tmp_path / "quick_dispatch.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -64,7 +65,11 @@ def test_those_of_other_packages() -> None:
     check_dispatcher("lost")
     with pytest.raises(ValueError, match=r"'lost' is registered as quick_lost:make, which cannot"):
         dispatcher_factory("lost")
-    with pytest.raises(ValueError, match=r"'slow': there are all-to-all, all-gather, lost, quick;"):
+    with pytest.raises(ValueError, match=r"'old' is registered as quick_dispatch:gone, which cann"):
+        dispatcher_factory("old")
+    with pytest.raises(
+        ValueError, match=r"'slow': there are all-to-all, all-gather, lost, old, quick;"
+    ):
         check_dispatcher("slow")
 
 

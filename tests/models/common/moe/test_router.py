@@ -258,6 +258,23 @@ def test_recorded_choices_are_used_again() -> None:
         record.find(3, rows)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 3}, r"choices of 2 experts for each of 12 tokens, and chooses 3 for each of 12"),
+        ({"num_experts": 2}, r"a choice of expert 3, and has 2 experts: 0 to 1"),
+    ],
+)
+def test_choices_that_a_router_cannot_make_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    record, batch = RouterRecord(), batch_of(torch.ones(12), [0, 12])
+    record.add(0, torch.arange(12), torch.tensor([[3, 0]]).repeat(12, 1))
+    layer = make(changed(**fields))
+    with replayed(layer, record), pytest.raises(ValueError, match=message):
+        layer(random(12, H), TokenContext(batch=batch))
+
+
 def test_of_tokens_with_one_number_the_real_one_is_recorded() -> None:
     """Padding has the number 0, like the first token of all."""
     record = RouterRecord()

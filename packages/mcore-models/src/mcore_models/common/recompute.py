@@ -6,10 +6,11 @@ A choice of how to train, like a layout: it changes no architecture and not a bi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from mcore_models._checks import check_choice
 from mcore_models.config import ModelConfig
 from mcore_parallel import AttentionOp, ParallelConfig
 from mcore_parallel.recompute import recompute
@@ -41,6 +42,7 @@ class RecomputeConfig:
     parts: tuple[str, ...] = ("core_attn",)
 
     def __post_init__(self) -> None:
+        check_choice("mode", self.mode, get_args(RecomputeMode))
         default = {"first_layers": None, "layers_together": 1, "spread": False}
         for name, value in default.items():
             if self.mode != "full" and getattr(self, name) != value:

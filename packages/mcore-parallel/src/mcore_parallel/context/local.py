@@ -112,10 +112,11 @@ class LastPlan(Generic[P]):
     ) -> P:
         """Return `make()`, or what it returned last if nothing has changed since.
 
-        A tensor counts as unchanged when it is the same object in the same version.
+        A tensor counts as unchanged when it is the same object in the same version. One made in
+        inference mode has no version, and never counts as that.
         """
         tensors = (None, None) if uniform is not None else cu_seqlens
-        versions = tuple(None if x is None else x._version for x in tensors)
+        versions = tuple(None if x is None else _version(x) for x in tensors)
         key = (key, uniform, versions)
         asked, plan = self._asked, self._plan
         if plan is not None and asked is not None:
@@ -125,3 +126,7 @@ class LastPlan(Generic[P]):
         plan = make()
         self._asked, self._plan = (*tensors, key), plan
         return plan
+
+
+def _version(x: Tensor) -> Hashable:
+    return object() if x.is_inference() else x._version

@@ -25,6 +25,7 @@ from mcore_parallel.collectives import Work
 from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, make_calls
 from mcore_parallel.context.blockwise import BlockwiseAttention
 from mcore_parallel.context.local import Documents, chunks_of
+from mcore_parallel.faults import GuardedWork, guarded
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp
 
@@ -158,8 +159,11 @@ class _Plan:
             operations.append(dist.P2POp(dist.isend, _torch.bits(x), ranks[give], pg))
         if take is not None:
             operations.append(dist.P2POp(dist.irecv, _torch.bits(out), ranks[take], pg))
-        works: Sequence[Work] = dist.batch_isend_irecv(operations) if operations else ()
-        return works
+        if not operations:
+            return ()
+        with guarded("ring attention", self.group):
+            works = dist.batch_isend_irecv(operations)
+        return [GuardedWork(work, "ring attention", self.group) for work in works]
 
 
 def _wait(works: Sequence[Work]) -> None:

@@ -61,7 +61,7 @@ def dispatcher_factory(name: str) -> DispatcherFactory:
         entry = _registered(name)
         try:
             found: DispatcherFactory = entry.load()
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             raise ValueError(
                 f"dispatcher {name!r} is registered as {entry.value}, which cannot be imported: "
                 f"{error}"

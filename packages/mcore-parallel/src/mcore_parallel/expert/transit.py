@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_parallel import _torch
 from mcore_parallel.collectives import Work, exchange
+from mcore_parallel.faults import GuardedWork, guarded
 from mcore_parallel.group import Group
 
 __all__ = ["Transit", "start_exchange"]
@@ -72,11 +73,10 @@ class _Ends:
         width = math.prod(x.shape[1:])
         out = x.new_empty((sum(receive), *x.shape[1:]))
         counts = [n * width for n in receive], [n * width for n in send]
-        work: Work = _torch.all_to_all_into(
-            out, x, *counts, self.group.process_group, async_op=True
-        )
+        with guarded("start_exchange", self.group):
+            work = _torch.all_to_all_into(out, x, *counts, self.group.process_group, async_op=True)
         # What is sent must not be used for anything else before it has left.
-        self._under_way = work, out, x
+        self._under_way = GuardedWork(work, "start_exchange", self.group), out, x
         return out
 
     def finish(self) -> Tensor:

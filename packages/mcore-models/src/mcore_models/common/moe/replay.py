@@ -99,8 +99,10 @@ def recorded(model: nn.Module) -> Iterator[RouterRecord]:
 def replayed(model: nn.Module, record: RouterRecord) -> Iterator[None]:
     """Within the block, the model's routers choose as the record says.
 
-    Outputs are weighted by the scores that the chosen experts have now, with their gradients.
-    ValueError in the forward pass when a token is not in the record.
+    Outputs are weighted by the scores that the chosen experts have now, with their gradients. A
+    layer that is recomputed routes again in the backward pass, which then belongs in the block too.
+    ValueError in the forward pass when a token is not in the record, or the choices are not of as
+    many experts as the router chooses, or of one that it does not have.
     """
 
     def give(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class Router(nn.Module):
         routing = self._choose(logits.detach(), scores.detach(), tokens)
         experts = routing.experts
         if self.replay is not None and tokens is not None:
-            experts = self.replay(self.layer_index, tokens, experts)
+            experts = self._checked(self.replay(self.layer_index, tokens, experts), experts)
         weights = self._weights(logits, scores, experts)
         return replace(routing, logits=logits, scores=scores, experts=experts, weights=weights)
 
@@ -141,6 +141,23 @@ class Router(nn.Module):
             groups=groups,
             top_groups=moe.top_groups,
         )
+
+    def _checked(self, given: Tensor, own: Tensor) -> Tensor:
+        """The choices given in place of the router's own; ValueError when it cannot make them."""
+        if given is own:
+            return own
+        if given.shape != own.shape:
+            raise ValueError(
+                f"layer {self.layer_index} is given choices of {given.shape[-1]} experts for each "
+                f"of {given.shape[0]} tokens, and chooses {own.shape[1]} for each of {own.shape[0]}"
+            )
+        most = int(given.max()) if given.numel() else 0
+        if most >= self.moe.num_experts:
+            raise ValueError(
+                f"layer {self.layer_index} is given a choice of expert {most}, and has "
+                f"{self.moe.num_experts} experts: 0 to {self.moe.num_experts - 1}"
+            )
+        return given
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         moe = self.moe
