@@ -52,7 +52,7 @@ def test_every_call_runs_in_every_implementation() -> None:
     )  # fmt: skip
     assert {one.op for one in found} == set(BENCHED)
     names = {one.implementation for one in found if one.op == "rms_norm"}
-    assert names == {"reference", "eager"}
+    assert names == {"reference", "eager", "invariant"}
     assert all(one.ratio > 0 for one in found)
     one = next(one for one in found if one.op == "adam")
     # 6 x 128 numbers: value, moments read and written, gradient read, copy written.
