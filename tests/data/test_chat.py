@@ -117,6 +117,10 @@ def test_users_cannot_write_special_tokens() -> None:
     assert [i for i in ids if i >= 250] == [250, 251, 250]
     assert ids[1:-12] == [*("user\n" + 3 * forged).encode(), 251]
     assert message["content"] == forged
+    keys = ChatTemplate("{{ messages | tojson }}<|im_end|>", tokens=MARKS)
+    talk = [{"role": "assistant", "calls": [{"arguments": {forged: {forged: 1}}}]}]
+    ids = keys.encode(talk, tokenizer)
+    assert ids == [*json.dumps(talk, ensure_ascii=False).encode(), 251]
 
 
 def test_the_longest_special_token_counts_and_ordinary_text_stays() -> None:

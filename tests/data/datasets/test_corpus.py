@@ -152,6 +152,9 @@ def test_a_file_of_blends(files, tmp_path):
         ('{"train": 3}', "data.json: train: a blend is a list, a text or an object, not int"),
         ('{"train": ["1", "a", "b"]}', "data.json: train: blend entry 2"),
         ('{"valid": {"web": {"files": ["a"], "weihgts": [1]}}}', "valid.web: keys are"),
+        ('{"train": {"files": "ab"}}', "train: files is 'ab', it must be a list of texts"),
+        ('{"train": {"files": ["a"], "counts": [1.5]}}', "must be a list of whole numbers"),
+        ('{"train": {"files": ["a"], "weights": ["1"]}}', "must be a list of numbers"),
         ("{}", "data.json: a corpus needs files for one of its parts"),
     ):
         path.write_text(content)

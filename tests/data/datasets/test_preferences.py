@@ -125,7 +125,7 @@ def test_pairs_are_stacked(pairs):
 def test_a_file_of_pairs(tmp_path):
     rows = [{"prompt": f"q{i}", "chosen": "yes" * (i + 1), "rejected": "no"} for i in range(3)]
     path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
     options = {"template": TEMPLATE, "tokenizer": BYTE}
     assert preprocess_preferences(path, output=tmp_path / "a", **options) == 3
     assert preprocess_preferences(rows, output=tmp_path / "b", **options) == 3
@@ -139,6 +139,7 @@ def test_a_file_of_pairs(tmp_path):
         ('{"prompt": "a"}\n', "x.jsonl:1: no key 'chosen'"),
         (json.dumps(rows[0]) + "\nnonsense\n", "x.jsonl:2: no JSON"),
         ("[1]\n", "x.jsonl:1: no JSON object"),
+        (99_999 * "[", "x.jsonl:1: no JSON"),
         ("", "there are no pairs"),
     ):
         path.write_text(lines)

@@ -233,6 +233,16 @@ def test_odd_images():
     transform = ImageTransform(size=(4, 4), **PLAIN)
     assert (transform(out.getvalue()) == 1).all()  # what is transparent lies on white
     assert np.allclose(transform(encoded(np.full((4, 4), 51))), 0.2)  # grey
+    deep = Image.fromarray(np.full((4, 4), 51 * 257, np.uint16))
+    numbers = Image.fromarray(np.full((4, 4), 0.2, np.float32))
+    for picture, kind in ((deep, "png"), (deep, "tiff"), (numbers, "tiff")):
+        out = io.BytesIO()
+        picture.save(out, kind)
+        if picture is deep:  # 16 bits a pixel
+            assert np.allclose(transform(out.getvalue()), 0.2)
+            continue
+        with pytest.raises(ValueError, match=r"f: no image .*mode F, whose numbers have no full"):
+            transform(out.getvalue(), where="f")
     turned = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down

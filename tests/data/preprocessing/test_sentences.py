@@ -1,6 +1,7 @@
 """Documents cut into sentences: a sequence each."""
 
 import json
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -50,6 +51,15 @@ def test_nothing_is_lost_and_cutting_again_changes_nothing_much(text):
 )
 def test_where_sentences_end(sentences):
     assert split_sentences("".join(sentences)) == sentences
+
+
+@pytest.mark.parametrize("run", [" ", ".", "\u0964", "\t ", "\n" + 9_000 * " "])
+def test_time_grows_with_the_text_alone(run):
+    """Runs that end no sentence: dot leaders, padded tables."""
+    text = "a" + (run * 30_000)[:30_000].rstrip("\n") + "b"
+    begin = time.process_time()
+    assert split_sentences(text)[0].startswith(text[:9])
+    assert time.process_time() - begin < 1
 
 
 def test_each_is_a_sequence(tmp_path):

@@ -180,7 +180,9 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._special.sub(lambda m: m.group()[:1] + guard + m.group()[1:], value)
         if isinstance(value, Mapping):
-            return {key: self._guarded(item, guard) for key, item in value.items()}
+            return {
+                self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self._guarded(item, guard) for item in value]
         return value
@@ -255,8 +257,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            yield from _texts((key, item))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)

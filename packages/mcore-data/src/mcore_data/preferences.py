@@ -110,8 +110,10 @@ def _rows(source: str | Path | Iterable[Mapping[str, Any]]) -> Iterator[tuple[st
     with open(source, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{source}:{number}"
+            if line.isspace():
+                continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: no JSON ({error})") from None
             yield where, row

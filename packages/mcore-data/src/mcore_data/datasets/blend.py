@@ -93,8 +93,19 @@ class Blend:
         unknown = sorted(set(entry) - {"files", "counts", "weights"})
         if unknown or "files" not in entry:
             raise ValueError(f"keys are files, weights and counts, not {unknown or [*entry]}")
-        columns = (("prefixes", "files"), ("weights", "weights"), ("counts", "counts"))
-        found = {name: tuple(entry[key]) for name, key in columns if entry.get(key) is not None}
+        found: dict[str, Any] = {}
+        for name, key, kinds in (
+            ("prefixes", "files", (str,)),
+            ("weights", "weights", (int, float)),
+            ("counts", "counts", (int,)),
+        ):
+            values = entry.get(key)
+            if values is None and key != "files":
+                continue
+            if not isinstance(values, list) or not all(type(value) in kinds for value in values):
+                what = {"files": "texts", "weights": "numbers", "counts": "whole numbers"}[key]
+                raise ValueError(f"{key} is {values!r}, it must be a list of {what}")
+            found[name] = tuple(values)
         return cls(**found)
 
     def names(self) -> list[str]:

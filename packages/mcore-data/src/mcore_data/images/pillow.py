@@ -19,6 +19,10 @@ def open_rgb(raw: bytes, where: str) -> Image.Image:
             warnings.simplefilter("ignore", UserWarning)
             picture = ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))
             assert picture is not None
+            if picture.mode.startswith("I;16"):  # the library would clip it at 255
+                picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+            elif picture.mode in ("I", "F"):
+                raise ValueError(f"mode {picture.mode}, whose numbers have no full white")
             if picture.has_transparency_data:
                 layer = picture.convert("RGBA")
                 picture = Image.new("RGBA", layer.size, "white")

@@ -13,12 +13,13 @@ _ABBREVIATIONS: Final = frozenset(
     }
 )
 # Either marks that need a blank after them, with what closes quotes and brackets, or those of
-# scripts without blanks; then an empty line, which ends a heading or a paragraph.
+# scripts without blanks; then an empty line, which ends a heading or a paragraph. A match is tried
+# where a run begins and gives nothing back: else time would grow with the square of long runs.
 _END: Final = re.compile(
-    r"""(?P<mark>[.!?\u2026]+)["'\u2019\u201d\u00bb)\]]*\s+"""
+    r"""(?<![.!?\u2026])(?P<mark>[.!?\u2026]++)["'\u2019\u201d\u00bb)\]]*+\s+"""
     r"""|[\u3002\uff01\uff1f\uff61]+["'\u2019\u201d\u300d\u300f\uff09]*\s*"""
-    r"""|[\u0964\u0965\u06d4\u061f]+\s+"""
-    r"""|[^\S\n]*\n\s*\n\s*"""
+    r"""|(?<![\u0964\u0965\u06d4\u061f])[\u0964\u0965\u06d4\u061f]++\s+"""
+    r"""|(?<![^\S\n])[^\S\n]*+\n\s*\n\s*"""
 )
 _WORD: Final = re.compile(r"[^\s(\[\"'\u2018\u201c\u00ab]*$")
 _LOOKED_AT: Final = 40  # characters before a full stop, which hold the word that it ends
