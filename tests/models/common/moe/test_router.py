@@ -12,6 +12,8 @@ from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models import BuildContext, ModelConfig, MoEConfig, TokenContext
 from mcore_models.common import MoE
 from mcore_models.common.moe import Router, RouterRecord, recorded, replayed
+from mcore_models.common.moe.choice import scores_of
+from mcore_models.part_configs import ScoreFunction
 from mcore_parallel import ParallelMesh, RngKey, counter_uniform
 
 sys.path.append(str(Path(__file__).parent))
@@ -147,6 +149,15 @@ def test_every_score_with_a_bias_by_plain_arithmetic(function: str, normalise: b
         total = scores[best].sum() if normalise else 1.0
         want = sum(scores[e] / total * 0.5 * plain_expert(layer, e, token) for e in best)
         torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_a_score_that_vanishes_has_no_gradient(function: ScoreFunction) -> None:
+    logits = torch.tensor([[1.0, 0.5, -200.0]], requires_grad=True)
+    scores_of(logits, function).sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[0, 2] == 0
 
 
 def test_the_best_experts_of_the_best_groups() -> None:

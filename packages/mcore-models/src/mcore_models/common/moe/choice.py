@@ -14,7 +14,10 @@ def scores_of(logits: Tensor, function: ScoreFunction) -> Tensor:
     """The scores [N, E], each at least 0."""
     if function == "softmax":
         return logits.softmax(-1)
-    return logits.sigmoid() if function == "sigmoid" else F.softplus(logits).sqrt()
+    if function == "sigmoid":
+        return logits.sigmoid()
+    # The root of 0 has no gradient: where softplus underflows, that of the logit is 0 and not NaN.
+    return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def shares_of(scores: Tensor, function: ScoreFunction) -> Tensor:
