@@ -204,6 +204,38 @@ def test_an_output_that_is_the_input_of_something_recomputed() -> None:
     assert kept <= y.nbytes + 50 * 8  # and what the norm itself keeps: a number for each row
 
 
+def test_an_output_that_its_user_changes_in_place() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def use(y: Tensor) -> Tensor:
+        z = y.sin().sum()  # saves what is made again
+        return z + y.mul_(2)[1:].square().sum()  # and this what cannot be
+
+    def call(y: Tensor) -> Tensor:
+        return y.mul_(2)[1:].square().sum()
+
+    plain = torch.autograd.grad(call(norm(x)), x)[0]
+    assert torch.equal(torch.autograd.grad(recompute_output(norm, x, call), x)[0], plain)
+    sin = torch.autograd.grad(norm(x).sin().sum(), x)[0]
+    both = torch.autograd.grad(recompute_output(norm, x, use), x)[0]
+    torch.testing.assert_close(both, plain + sin)
+
+
+def test_an_output_is_made_again_under_the_same_autocast() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def make(x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        seen.append(y.dtype)
+        return y
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = recompute_output(make, x, torch.sin)
+    y.sum().backward()
+    assert seen == [torch.bfloat16] * 2
+
+
 def test_weight_gradients_may_come_later_still() -> None:
     """The backward pass of a zero-bubble schedule, split in two."""
     layer = ColumnParallelLinear(6, 5)

@@ -163,6 +163,22 @@ def break_connections(pg: dist.ProcessGroup) -> None:
             work.wait(datetime.timedelta(milliseconds=1))
 
 
+def closed_peers(pg: dist.ProcessGroup) -> list[int]:
+    """Return the ranks to which the connection of a gloo group is closed, from either side.
+
+    To be followed by `break_connections`: what is sent to the others nobody receives.
+    """
+    closed = []
+    for peer in dist.get_process_group_ranks(pg):
+        if peer != dist.get_rank():
+            try:
+                # A tag besides that of `break_connections`, which must not receive this.
+                dist.isend(torch.empty(1), dst=peer, group=pg, tag=1 << 21)
+            except RuntimeError:
+                closed.append(peer)
+    return closed
+
+
 def backend_of(pg: dist.ProcessGroup) -> str:
     """The backend string from which another group of the same kind is made."""
     return dist.get_backend(pg)

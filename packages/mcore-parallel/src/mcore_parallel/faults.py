@@ -95,7 +95,10 @@ class _Report:
 
 
 class _Inquiry:
-    """Finds who is at the root of a fault: whoever does not report any, or what others found."""
+    """Finds who is at the root of a fault: whoever does not report any, or what others found.
+
+    Over gloo a rank whose connection is open is alive, though it may be busy and not report.
+    """
 
     def __init__(self, operation: str, group: Group, late: bool) -> None:
         self._group = group
@@ -107,10 +110,12 @@ class _Inquiry:
 
     def root(self) -> str:
         """Return who is at the root of it, and pass it on to those who wait for this rank."""
+        closed = self._closed()
         self._tell(None)
+        self._free_others()
         notice = _NOTICE[self._late]
         reports = self._listen(notice, lambda reports: len(reports) == len(self._others))
-        silent = [rank for rank in self._others if rank not in reports]
+        silent = [rank for rank in closed if rank not in reports]
         if not silent:  # they look into it themselves, in their own groups
             reports = self._listen(notice + 1.0, lambda reports: False)
         found = next((r.root for r in reports.values() if r.root), None)
@@ -118,10 +123,28 @@ class _Inquiry:
             found = _ranks(silent) + _missing(len(silent), self._late)
         elif found is None:
             found = "its ranks are in different operations: " + ", ".join(
-                f"rank {rank} in {reports[rank].doing}" for rank in self._others
+                f"rank {rank} in {report.doing}" for rank, report in reports.items()
             )
         self._tell(found)
         return found
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether only connections to some ranks are closed; a timeout closes all of them."""
+        pg = self._group.pg
+        return not self._late and pg is not None and _torch.has_cpu_backend(pg)
+
+    def _closed(self) -> list[int]:
+        """Return the ranks that may be gone."""
+        if not self._is_open:
+            return self._others
+        closed = _torch.closed_peers(self._group.process_group)
+        return [rank for rank in self._others if rank in closed] or self._others
+
+    def _free_others(self) -> None:
+        """End the waits of others for this rank, and so for whomever it waited for."""
+        if self._is_open:
+            _torch.break_connections(self._group.process_group)
 
     def _listen(
         self, seconds: float, enough: Callable[[dict[int, _Report]], bool]

@@ -52,18 +52,21 @@ def recompute_output(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[
 
     For a cheap `make` (a norm, an activation) whose input is kept in any case and whose output is
     kept because the operator after it needs it. `make` must be a function of `x` and of values that
-    do not change before the backward pass. The gradient is that of the plain call, bit for bit.
-    Without grad mode this is the plain call.
+    do not change before the backward pass; autocast is set as it was. What `use` saves after it has
+    changed its input in place is kept. The gradient is that of the plain call, bit for bit. Without
+    grad mode this is the plain call.
     """
     made = make(x)
     if not torch.is_grad_enabled():
         return use(made)
-    cell = _Cell(make, _Kept((x,)))
+    cell = _Cell(make, _Kept((x,)), _Autocast({x.device.type}))
     place = made.untyped_storage().data_ptr(), made.dtype, int(made.storage_offset())
+    version = made._version
 
     def pack(tensor: Tensor) -> Tensor | _View:
         data, dtype, start = place
-        if (tensor.untyped_storage().data_ptr(), tensor.dtype) != (data, dtype):
+        is_other = (tensor.untyped_storage().data_ptr(), tensor.dtype) != (data, dtype)
+        if is_other or tensor._version != version:
             return tensor
         cell.wanted += 1
         return _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
@@ -201,10 +204,7 @@ class _Surroundings:
         self._devices = {x.device for x in inputs if x.device.type == "cuda"}
         self._cpu = torch.get_rng_state()
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in self._devices}
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", *{device.type for device in self._devices})
-        ]
+        self._autocast = _Autocast({device.type for device in self._devices})
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -214,9 +214,25 @@ class _Surroundings:
             torch.set_rng_state(self._cpu)
             for device, state in self._cuda.items():
                 torch.cuda.set_rng_state(state, device)
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            stack.enter_context(self._autocast.again())
             yield
+
+
+class _Autocast:
+    """Autocast of the CPU and of other kinds of devices, as it is now."""
+
+    def __init__(self, kinds: set[str]) -> None:
+        self._states = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu"} | kinds)
+        ]
+
+    def again(self) -> ExitStack:
+        """Return a context within which it is what it was."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._states:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            return stack.pop_all()
 
 
 @dataclass(frozen=True)
@@ -231,8 +247,8 @@ class _View:
 class _Cell:
     """The output of `make`, made again when the first of its views is wanted."""
 
-    def __init__(self, make: Callable[[Tensor], Tensor], kept: _Kept) -> None:
-        self._make, self._kept = make, kept
+    def __init__(self, make: Callable[[Tensor], Tensor], kept: _Kept, autocast: _Autocast) -> None:
+        self._make, self._kept, self._autocast = make, kept, autocast
         self._value: Tensor | None = None
         self.wanted = 0  # views that were kept and not asked for yet
 
@@ -240,7 +256,7 @@ class _Cell:
         """Return a view of the value, which goes with the last of them."""
         _refuse_graph()
         if self._value is None:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast.again():
                 self._value = self._make(*self._kept.get())
         value = self._value
         self.wanted -= 1
