@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_data import GPTDataset, Sample
+from mcore_data import GPTDataset, Sample, load_tokenizer
+from mcore_data.tokenizers.train import train_bpe
 from mcore_models import TokenBatch
 from mcore_parallel import ParallelConfig, ParallelMesh, init_from_env
 from mcore_parallel.testing import RankPool
 from mcore_train.config import TrainConfig
-from mcore_train.data import ReplicaData, check_tokens, share_batches
+from mcore_train.data import ReplicaData, check_tokens, share_batches, tokenizer_folder
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.parity import world_size
 
@@ -259,6 +260,23 @@ def test_an_error_of_the_reader_is_that_of_all_its_ranks(
     assert len(set(found)) == 1
     assert found[0][0] == finished
     assert "the disk is gone" in found[0][2]
+
+
+@pytest.mark.parametrize("source", ["byte", "null:40", "x.model", "folder"])
+def test_every_tokenizer_travels_into_checkpoints(tmp_path: Path, source: str) -> None:
+    """A name or a file as well, and as a folder that is read again."""
+    trained = train_bpe(["some text, and some more"] * 9, vocab_size=275)
+    trained.save(tmp_path / "folder")
+    (tmp_path / "x.model").write_bytes((tmp_path / "folder" / "tokenizer.model").read_bytes())
+    place = tmp_path / source if (tmp_path / source).exists() else Path(source)
+    found = tokenizer_folder(toy(data={"tokenizer": str(place)}))
+    for name, content in found.items():
+        path = tmp_path / "checkpoint" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    again, known = load_tokenizer(tmp_path / "checkpoint" / "tokenizer"), load_tokenizer(place)
+    text = "1 2 3" if source.startswith("null") else "some"
+    assert (again.vocab_size, again.encode(text)) == (known.vocab_size, known.encode(text))
 
 
 def test_a_token_below_zero_is_named() -> None:

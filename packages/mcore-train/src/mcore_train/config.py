@@ -42,9 +42,9 @@ class DataConfig:
     may change from one run to the next: each file goes on where it stands. `each_validation` makes
     every validation file a set of its own.
 
-    `tokenizer` is a folder written by `mcore-data train-tokenizer`; it travels into the
-    checkpoints. `mock` makes random tokens instead. The four options on documents are those of
-    `mcore_data.GPTDataset`.
+    `tokenizer` is a folder written by `mcore-data train-tokenizer`, or anything else that
+    `mcore_data.load_tokenizer` reads; it travels into the checkpoints. `mock` makes random tokens
+    instead. The four options on documents are those of `mcore_data.GPTDataset`.
     """
 
     train: Path | None = None

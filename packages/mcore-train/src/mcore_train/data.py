@@ -8,6 +8,7 @@ communication is here.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mcore_data import (
     MicroBatchLoader,
     ValidationLoader,
 )
-from mcore_data.tokenizers import tokenizer_files
+from mcore_data.tokenizers import load_tokenizer, tokenizer_files
 from mcore_models import TokenBatch
 from mcore_parallel import Group, ParallelMesh, broadcast, broadcast_object
 from mcore_train.config import TrainConfig
@@ -235,8 +236,15 @@ def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
 
 
 def tokenizer_folder(config: TrainConfig) -> dict[str, Path | bytes]:
-    """The files that go with a checkpoint: those of the tokenizer, where there is one."""
-    folder = config.data.tokenizer
-    if folder is None or not folder.is_dir():
-        return {} if folder is None else {"tokenizer": folder}
-    return {f"tokenizer/{path.name}": path for path in tokenizer_files(folder)}
+    """The files that go with a checkpoint: those of the tokenizer, where there is one.
+
+    One that is no folder (a file, or a name such as `byte`) goes as the folder that it saves.
+    """
+    source = config.data.tokenizer
+    if source is None:
+        return {}
+    if source.is_dir():
+        return {f"tokenizer/{path.name}": path for path in tokenizer_files(source)}
+    with tempfile.TemporaryDirectory() as saved:
+        load_tokenizer(source).save(saved)
+        return {f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer_files(saved)}
