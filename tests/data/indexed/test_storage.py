@@ -172,6 +172,35 @@ def test_an_index_of_the_same_size_is_not_taken_for_the_same(tmp_path, monkeypat
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_errors_of_every_library_are_tried_again(corpus, monkeypatch):
+    """Those below fsspec raise what they like."""
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    for suffix in (".bin", ".idx"):
+        files.pipe(f"/odd/corpus{suffix}", corpus.with_name(f"corpus{suffix}").read_bytes())
+
+    class HttpError(Exception):
+        pass
+
+    read, fails = type(files).cat_file, iter([True, True, False] * 2)
+
+    def cat_file(self, path, **options):
+        if next(fails):
+            raise HttpError("503\nbusy")
+        return read(self, path, **options)
+
+    monkeypatch.setattr(type(files), "cat_file", cat_file)
+    storage = Storage(retries=2, backoff_s=0)
+    with (
+        IndexedReader("memory://odd/corpus", storage=storage) as reader,
+        IndexedReader(corpus) as r,
+    ):
+        assert reader[0].tolist() == r[0].tolist()
+        fails = iter([True] * 3)
+        with pytest.raises(OSError, match=r"corpus.idx: bytes .* 3 times, HttpError: 503 busy$"):
+            IndexedReader("memory://odd/corpus", storage=storage)
+
+
 FAULTS = {
     "drop": "tried 3 times, ",
     "cut": "tried 3 times, ",

@@ -37,7 +37,8 @@ class Storage:
         read_ahead: blocks fetched ahead of reads that go on where the one before ended.
         retries: times that a failed request is made again, after `backoff_s` seconds and then twice
             as long each time. What is not there or not allowed fails at once.
-        timeout_s: seconds that a request may take.
+        timeout_s: seconds that a request of obstore may take; of fsspec's libraries each has
+            `options` of its own for it.
 
     """
 
