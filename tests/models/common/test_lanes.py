@@ -56,7 +56,8 @@ def batch_of(rank: int, packed: bool) -> TokenBatch:
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(31, (4, 6), generator=generator)
     # Few documents, of which the last ends before the tokens do where there are shares.
-    bounds = torch.tensor([0, 5, 7, 24], dtype=torch.int32) if packed else None
+    places = [0, 5, 7, 24] if rank == 0 else [0, 24]
+    bounds = torch.tensor(places, dtype=torch.int32) if packed else None
     mask = torch.ones(4, 6)
     mask[1, 2:] = 0
     return TokenBatch.from_samples(
@@ -140,6 +141,19 @@ def test_lanes_change_nothing(
         assert found.keys() == want.keys()
         for name, value in found.items():
             torch.testing.assert_close(value, want[name], msg=f"{name}, {lanes} lanes")
+
+
+def test_what_is_run_again_reaches_ranks_whose_lane_is_empty(ranks: RankPool) -> None:
+    """A second run ends on all of them after the same messages, whatever layers follow."""
+    moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_size=12, aux_loss_coefficient=0.0)
+    config = replace(CONFIG, moe=moe)
+    layout = "dp=2,ep=2,dispatch=all-gather,lanes=2"
+    together = RecomputeConfig(mode="full", layers_together=2)
+    want = total(ranks.run(trained, 2, config, layout, True))
+    found = total(ranks.run(trained, 2, config, layout, True, together))
+    assert found.keys() == want.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, want[name], msg=name)
 
 
 def total(found: list[Any]) -> dict[str, Tensor]:

@@ -5,8 +5,9 @@ k experts chosen for each token, H hidden.
 """
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from mcore_models.common.batch import TokenContext
@@ -128,7 +129,7 @@ class MoE(nn.Module):
             outputs = padded_experts(self.experts, rows, counts, size, self._permute)
         returning = arrived.combine(outputs)
         yield
-        out = returning.wait()
+        out = cast(Tensor, _UpToHere.apply(returning.wait()))  # type: ignore[no-untyped-call]
         out = out if moe.latent_size is None else self.latent_up(out)
         out = self._attach_losses(out, routing, tokens, context)
         out = out if self._is_cut else join_shares(out, mesh.tp, context.batch.num_tokens)
@@ -166,6 +167,24 @@ class MoE(nn.Module):
             share = auxiliary.counts.mean(z_total(routing, tokens)) * moe.z_loss_coefficient
             out = auxiliary.attach(out, Z_LOSS, share)
         return auxiliary.count(out, self.layer_index, choices_of(routing, tokens))
+
+
+class _UpToHere(torch.autograd.Function):
+    """The identity, which keeps an empty tensor.
+
+    A second run ends with the last tensor that is kept. On a rank without tokens nothing may follow
+    in other layers, and the outputs of the others' tokens have to come back all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return grad
 
 
 def _replica_mates(mesh: ParallelMesh) -> int:
