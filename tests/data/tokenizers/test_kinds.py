@@ -346,6 +346,18 @@ DAMAGES = [
         lambda c: c["config"].update(default_vocab_size=900),
         "756 different tokens where its config says 870",
     ),
+    (
+        "gpt2",
+        "encoder.json",
+        lambda c: c.pop("\u0120"),
+        r"encoder.json: 1 of the letters .* the 256 bytes have no id, the first is '\u0120'",
+    ),
+    (
+        "gpt2",
+        "encoder.json",
+        lambda c: c.update({"a</w>": 9_999}),
+        "encoder.json: no vocabulary of GPT-2's kind, 'a</w>' marks the end of a word",
+    ),
     ("wordpiece", "vocab.txt", "[UNK]\n[CLS]\na\na\n", "vocab.txt:4: 'a' stands on line 3 too"),
     (
         "wordpiece",

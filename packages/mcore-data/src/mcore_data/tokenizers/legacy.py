@@ -14,6 +14,7 @@ from mcore_data.tokenizers.base import CONFIG_FILE, HF_FILE, SPECIAL_MAP
 GPT2_FILES: Final = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 WORDPIECE_FILE: Final = "vocab.txt"
 _ROLES: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token")
+_WORD_END: Final = "</w>"
 _GPT2_END: Final = "<|endoftext|>"
 _BERT: Final = {"unk_token": "[UNK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
 _BERT_OTHERS: Final = {"pad_token": "[PAD]", "mask_token": "[MASK]"}
@@ -33,6 +34,7 @@ def from_gpt2(files: Mapping[str, bytes], where: str | Path) -> dict[str, bytes]
     pair = gpt2_pair(files)
     assert pair is not None
     vocabulary = _vocabulary(files[pair[0]], f"{where}/{pair[0]}")
+    _check_bytes(vocabulary, f"{where}/{pair[0]}")
     merges = _merges(files[pair[1]], vocabulary, f"{where}/{pair[1]}")
     config = _config(files, where)
     default = {"bos_token": _GPT2_END, "eos_token": _GPT2_END} if _GPT2_END in vocabulary else {}
@@ -109,6 +111,24 @@ def _vocabulary(raw: bytes, where: str) -> dict[str, int]:
     if not value or not all(type(i) is int and i >= 0 for i in value.values()):
         raise ValueError(f"{where}: no vocabulary, it must hold an id for each token")
     return value
+
+
+def _check_bytes(vocabulary: Mapping[str, int], where: str) -> None:
+    """Refuse what the library would encode without a word: by leaving text out, or otherwise."""
+    if f"a{_WORD_END}" in vocabulary:
+        raise ValueError(
+            f"{where}: no vocabulary of GPT-2's kind, 'a{_WORD_END}' marks the end of a word: make "
+            f"a {HF_FILE} of it"
+        )
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters = [chr(byte) for byte in sorted(shown)] + [
+        chr(256 + n) for n in range(256 - len(shown))
+    ]
+    if missing := [letter for letter in letters if letter not in vocabulary]:
+        raise ValueError(
+            f"{where}: {len(missing)} of the letters that stand for the 256 bytes have no id, the "
+            f"first is {missing[0]!r}"
+        )
 
 
 def _merges(raw: bytes, vocabulary: Mapping[str, int], where: str) -> list[str]:
