@@ -182,5 +182,6 @@ def test_nothing_is_named_when_all_is_finite(ranks):
 def test_clip_factor():
     assert clip_factor(4.0, 1.0) == 0.25
     assert clip_factor(0.5, 1.0) == clip_factor(0.0, 1.0) == 1.0
-    with pytest.raises(ValueError, match="must be positive, not 0"):
-        clip_factor(1.0, 0.0)
+    for largest in (0.0, math.nan):
+        with pytest.raises(ValueError, match=f"must be positive, not {largest}"):
+            clip_factor(1.0, largest)

@@ -35,8 +35,9 @@ class GradientBuckets:
     sum of its own shard only. A step is
 
         buckets.zero()
-        with buckets.no_sync():
-            ...forward and backward of all micro-batches but the last
+        for each micro-batch but the last:
+            with buckets.no_sync():
+                ...forward and backward
         ...forward and backward of the last
         buckets.finish()
 
@@ -46,8 +47,10 @@ class GradientBuckets:
     same order on every rank. A parameter that got no gradient counts as zero.
 
     With sharding "gradients" a rank keeps the sums of its shards only: every backward pass is
-    reduced, inside `no_sync()` too, and so every rank makes equally many. Buckets that wait for
-    other sums (see `ParamSpec.grad_sync`) stay whole until `finish()`.
+    reduced, inside `no_sync()` too, and so every rank makes equally many. Each has a `no_sync()` of
+    its own; of several in one, a pass ends where some parameter gets its second gradient, which
+    ranks must agree on. Buckets that wait for other sums (see `ParamSpec.grad_sync`) stay whole
+    until `finish()`.
 
     params: by local name, in order of registration; those that need no gradient are only kept for
     checkpoints (`frozen`). specs: of all of them. partition: `flat` or `whole`.
@@ -117,7 +120,7 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only: more backward passes of this step are to come."""
+        """Accumulate only, from one backward pass: more of this step are to come."""
         before, self._sync = self._sync, False
         try:
             yield

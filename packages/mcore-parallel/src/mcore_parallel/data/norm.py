@@ -75,7 +75,7 @@ def _squares_by_stretch(view: Tensor) -> Tensor:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return by what to multiply gradients of this norm so that it is at most `max_norm`."""
-    if max_norm <= 0.0:
+    if not max_norm > 0.0:
         raise ValueError(f"the largest gradient norm must be positive, not {max_norm}")
     return min(1.0, max_norm / norm) if norm > 0.0 else 1.0
 
