@@ -116,6 +116,9 @@ def test_faults_of_the_disk_are_not_hidden(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"key: damaged cache .* delete it"):
         cached_arrays(tmp_path, "key", dict)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"key: damaged cache \(it has no a.npy\); delete it"):
+        cached_arrays(tmp_path, "key", dict, ("a",))
 
 
 def test_keys():

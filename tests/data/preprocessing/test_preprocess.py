@@ -255,6 +255,7 @@ def test_faults_leave_nothing_behind(tmp_path):
         ({}, "either inputs .* or documents"),
         ({"documents": ["x"], "keys": ("a", "b")}, "2 keys for documents given as text"),
         ({"documents": ["x"], "workers": 0}, "0 workers, the least is 1"),
+        ({"inputs": [tmp_path], "keys": ("a", "a")}, "key 'a' is given twice, its documents would"),
         ({"documents": ["x"], "keys": ()}, "no keys, at least one is needed"),
         (
             {"documents": ["x"], "tokenizer": NoEnd(), "append_eod": True},

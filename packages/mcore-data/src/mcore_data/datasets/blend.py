@@ -196,7 +196,7 @@ def _cached(
         return {"sources": index.sources, "samples": index.samples}
 
     key = content_key({"kind": "blend", "version": _INDEX_VERSION, **parameters})
-    return BlendIndex(**cached_arrays(Path(cache_dir), key, arrays))
+    return BlendIndex(**cached_arrays(Path(cache_dir), key, arrays, ("sources", "samples")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,17 @@ def content_key(parameters: Mapping[str, object], *arrays: NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
-def cached_arrays(directory: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
+def cached_arrays(
+    directory: Path, key: str, build: Callable[[], Arrays], names: Sequence[str] = ()
+) -> Arrays:
     """Return the arrays stored under `directory/key`, mapped; `build` makes them when absent.
 
     Any number of processes may call this together: one of them builds, the others wait for it, and
     take over when it dies. Arrays are written under a temporary name, synced, and renamed all at
     once: what lies under the final name is always whole. What killed processes left behind is
     removed by the next one that builds. Processes whose `directory` is on a disk of their own
-    machine agree machine by machine.
+    machine agree machine by machine. `names` are arrays that must be there: who sweeps old files
+    out of a folder may leave a part. ValueError when one is damaged or missing.
     """
     final = directory / key
     if not final.is_dir():
@@ -44,7 +47,10 @@ def cached_arrays(directory: Path, key: str, build: Callable[[], Arrays]) -> Arr
             if not final.is_dir():
                 _store(final, build())
     try:
-        return {p.stem: np.load(p, mmap_mode="r") for p in sorted(final.glob("*.npy"))}
+        found = {p.stem: np.load(p, mmap_mode="r") for p in sorted(final.glob("*.npy"))}
+        if missing := set(names) - set(found):
+            raise ValueError(f"it has no {min(missing)}.npy")
+        return found
     except (ValueError, EOFError) as error:
         raise ValueError(f"{final}: damaged cache ({error}); delete it to build it anew") from error
 

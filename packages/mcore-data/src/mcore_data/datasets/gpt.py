@@ -146,7 +146,8 @@ class GPTDataset:
             chosen,
             self.reader.lengths[chosen],
         )
-        return GPTIndex(**cached_arrays(Path(cache_dir), key, build))
+        names = ("documents", "samples", "shuffle")
+        return GPTIndex(**cached_arrays(Path(cache_dir), key, build, names))
 
     def __len__(self) -> int:
         return len(self.index.shuffle)

@@ -141,8 +141,8 @@ class SentenceSource:
         }
         bounds = self.reader.document_indices
         key = content_key(parameters, self._documents, bounds, self.reader.lengths)
-        arrays = cached_arrays(Path(self._cache_dir), key, lambda: {"rows": self._cut(epoch)})
-        return arrays["rows"]
+        folder, build = Path(self._cache_dir), lambda: {"rows": self._cut(epoch)}
+        return cached_arrays(folder, key, build, ("rows",))["rows"]
 
     def _cut(self, epoch: int) -> NDArray[np.int64]:
         rng = np.random.default_rng((self.seed, epoch))

@@ -102,6 +102,8 @@ def preprocess(
         raise ValueError("append_eod needs a tokenizer with an EOD id, this one has none")
     if not keys:
         raise ValueError("no keys, at least one is needed")
+    if twice := [key for key in keys if list(keys).count(key) > 1]:
+        raise ValueError(f"key {twice[0]!r} is given twice, its documents would be written twice")
     base = Path(output)
     names = {k: base.with_name(f"{base.name}_{k}") if len(keys) > 1 else base for k in keys}
     job = Job(
