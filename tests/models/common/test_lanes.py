@@ -91,6 +91,14 @@ def test_lanes_are_whole_documents(packed: bool, lanes: int) -> None:
             assert mine.max_seqlen == documents.bincount().max()
     sizes = [context.batch.num_documents for context, _ in parts]
     assert max(sizes) - min(sizes) <= 1
+    unnamed = split_lanes(TokenContext(batch=replace(batch, rows=None)), lanes)
+    rows = [row for context, _ in unnamed for row in none_is_missing(context.batch.rows).tolist()]
+    assert rows == list(range(24))  # tokens without numbers have those of their places
+
+
+def none_is_missing(rows: Tensor | None) -> Tensor:
+    assert rows is not None
+    return rows
 
 
 def trained(

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_models.common.batch import TokenBatch, TokenContext
@@ -20,6 +21,9 @@ def split_lanes(context: TokenContext, lanes: int) -> list[tuple[TokenContext, s
     `cu_seqlens` from the device unless the documents are `uniform`.
     """
     batch = context.batch
+    if batch.rows is None:  # the places of tokens are their numbers, in the whole
+        rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
+        batch = replace(batch, rows=rows)
     if batch.uniform is not None:
         count, length = batch.uniform
         bounds = [length * i for i in range(count + 1)]
@@ -31,9 +35,9 @@ def split_lanes(context: TokenContext, lanes: int) -> list[tuple[TokenContext, s
     for first, last in pairwise(cuts):
         # What lies past the last document goes with it.
         stop = batch.num_tokens if last == count else bounds[last]
-        rows = slice(bounds[first] if first < count else batch.num_tokens, stop)
-        part = _batch_of(batch, bounds[first : last + 1], rows)
-        parts.append((_context_of(context, part, rows), rows))
+        mine = slice(bounds[first] if first < count else batch.num_tokens, stop)
+        part = _batch_of(batch, bounds[first : last + 1], mine)
+        parts.append((_context_of(context, part, mine), mine))
     return parts
 
 
