@@ -69,6 +69,11 @@ def test_parquet(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             preprocess([path], tokenizer=BYTE, output=tmp_path / "c", keys=(key,))
+    broken = tmp_path / "y.parquet"
+    raw = pyarrow.array([b"good", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": raw}), broken)
+    with pytest.raises(ValueError, match=r"y.parquet: rows 0 to 1: no UTF-8 \("):
+        preprocess([broken], tokenizer=BYTE, output=tmp_path / "c")
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=r"x.parquet: damaged Parquet file") as caught:
         preprocess([path], tokenizer=BYTE, output=tmp_path / "c")

@@ -36,7 +36,13 @@ def row_blocks(path: Path, keys: Sequence[str], max_bytes: int) -> Iterator[tupl
             rows = max(1, min(65_536, max_bytes * meta.num_rows // max(size, 1)))
             first = 0
             for batch in file.iter_batches(batch_size=rows, columns=list(keys)):
-                yield first, {key: tuple(batch.column(key).to_pylist()) for key in keys}
+                try:
+                    columns = {key: tuple(batch.column(key).to_pylist()) for key in keys}
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path}: rows {first} to {first + batch.num_rows - 1}: no UTF-8 ({error})"
+                    ) from None
+                yield first, columns
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
