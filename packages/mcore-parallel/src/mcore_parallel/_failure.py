@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # What gloo, NCCL and the stores say when the fault lies with another rank.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|reset by peer|closed by peer|broken pipe"
-    r"|timed out(:| waiting| after)|timeout (waiting|after)|wait timeout|socket|gloo connect"
+    r"|timed out(:| waiting| after)|timeout (waiting|after)|wait timeout|pair closure|socket|gloo connect"
     r"|remote process exited|nccl (communicator|error)|no key .* in store|get store",
     re.IGNORECASE,
 )
