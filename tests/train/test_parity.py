@@ -25,6 +25,7 @@ from mcore_train.parity import (
     compare,
     record,
     record_rank,
+    world_size,
 )
 from mcore_train.step import Step
 
@@ -105,6 +106,13 @@ def test_a_loss_of_zero_is_compared() -> None:
     assert compare(nothing, nothing, layout="x", world_size=1).holds
     wrong = dataclasses.replace(nothing, losses=(1e-3,))
     assert not compare(nothing, wrong, layout="x", world_size=1).holds
+
+
+def test_the_fewest_ranks_of_a_layout() -> None:
+    for text, fewest in [("tp=2", 2), ("ep=4,tp=2", 4), ("replicas=2", 2), ("ep=2,replicas=2", 4)]:
+        layout = ParallelConfig.parse(text)
+        assert world_size(layout) == fewest
+        layout.resolve(fewest)
 
 
 def test_seeds_matter(reference: Callable[..., Reference]) -> None:

@@ -130,8 +130,11 @@ def record_rank(tree: Mapping[str, Any], steps: int) -> Record | None:
 
 def world_size(layout: ParallelConfig) -> int:
     """The number of ranks of a layout; with dp None the fewest that it takes."""
-    experts = layout.ep * (layout.etp or layout.tp)
-    least = experts // math.gcd(experts, layout.tp * layout.cp) if layout.ep > 1 else 1
+    experts, ranks = layout.ep * (layout.etp or layout.tp), layout.tp * layout.cp
+    unit = math.lcm(experts // math.gcd(experts, ranks), layout.replicas)
+    least = unit
+    while ranks * least // experts % layout.replicas:
+        least += unit
     return layout.model_size * (layout.dp or least)
 
 
