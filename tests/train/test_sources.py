@@ -188,6 +188,7 @@ def test_options_that_would_not_be_read() -> None:
         ({"train": a, "weights": a}, "data.weights=a is for the files of data.blend or data.parts"),
         ({"train": a, "each_validation": True}, "data.each_validation is for validation files"),
         ({"train": Path("s3://b/c")}, "data.train=s3:/b/c is no path: addresses such"),
+        ({"mock": True, "validation": a}, "data.mock makes random tokens, so data.validation=a"),
         ({"mock": True, "blend": ("a",)}, "data.blend and data.mock: each says what to train on"),
     ):
         with pytest.raises(ValueError, match=message):

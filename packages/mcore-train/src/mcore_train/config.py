@@ -68,10 +68,12 @@ class DataConfig:
         _require(self.seq_length >= 1, f"seq_length={self.seq_length} must be at least 1")
         options = ("reset_positions", "reset_attention", "mask_eod_loss", "mask_after_eod")
         asked = [name for name in options if getattr(self, name)]
-        _require(
-            not self.mock or self.train is None,
-            f"data.mock makes random tokens, so data.train={self.train} would not be read",
-        )
+        for name in ("train", "validation"):
+            value = getattr(self, name)
+            _require(
+                not self.mock or value is None,
+                f"data.mock makes random tokens, so data.{name}={value} would not be read",
+            )
         self._check_files()
         _require(
             not asked or self.eod_id is not None or self.tokenizer is not None,
