@@ -12,8 +12,8 @@ from dataclasses import dataclass
 # What gloo, NCCL and the stores say when the fault lies with another rank.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|lost)|reset by peer|closed by peer|broken pipe"
-    r"|timed out(:| waiting| after)|timeout (waiting|after)|wait timeout|pair closure|socket|gloo connect"
-    r"|remote process exited|nccl (communicator|error)|no key .* in store|get store",
+    r"|timed out(:| waiting| after)|timeout (waiting|after)|wait timeout|pair closure|socket"
+    r"|gloo connect|remote process exited|nccl (communicator|error)|no key .* in store|get store",
     re.IGNORECASE,
 )
 
