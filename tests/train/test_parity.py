@@ -109,7 +109,7 @@ def test_a_loss_of_zero_is_compared() -> None:
 
 
 def test_the_fewest_ranks_of_a_layout() -> None:
-    for text, fewest in [("tp=2", 2), ("ep=4,tp=2", 4), ("replicas=2", 2), ("ep=2,replicas=2", 4)]:
+    for text, fewest in [("tp=2", 2), ("ep=4,tp=2", 8), ("replicas=2", 2), ("ep=2,replicas=2", 4)]:
         layout = ParallelConfig.parse(text)
         assert world_size(layout) == fewest
         layout.resolve(fewest)
