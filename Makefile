@@ -32,7 +32,7 @@ lock-check: ## The committed lock names no address
 	git show HEAD:uv.lock | $(PY) tools/lock.py --check -
 
 test: ## The whole test suite
-	uv run pytest
+	uv run pytest -n 2 --dist loadfile
 
 lowest: ## The suite against the lowest versions that the packages declare
 	tools/lowest.sh
