@@ -257,21 +257,37 @@ def commit(storage: Storage, name: str, manifest: bytes) -> None:
     storage.sync([name])
 
 
-def retain(storage: Storage, name: str, keep_last: int | None) -> None:
-    """Remove what the committed checkpoint `name` replaces.
+def retain(
+    storage: Storage, name: str, keep_last: int | None, keep_every: int | None = None
+) -> list[str]:
+    """Remove what the committed checkpoint `name` replaces, oldest first; return the names.
+
+    As `replaced` lists it.
+    """
+    removed = replaced(storage, name, keep_last, keep_every)
+    for old in removed:
+        remove_checkpoint(storage, old)
+    return removed
+
+
+def replaced(
+    storage: Readable, name: str, keep_last: int | None, keep_every: int | None = None
+) -> list[str]:
+    """Return what the committed checkpoint `name` replaces, oldest first.
 
     That is an earlier save of the same step, and older steps beyond the newest `keep_last` (this
-    one counted). Newer steps, which a run that was taken back to an earlier step finds, stay.
+    one counted) that are no multiples of `keep_every`; with None for both, no other step. Newer
+    steps, which a run that was taken back to an earlier step finds, stay.
     """
     found = [d for d in scan(storage) if d.status is Status.COMMITTED]
     new = next(d for d in found if d.name == name)
     newest_attempts = {d.step: d for d in found}
-    kept = [d.name for d in newest_attempts.values() if d.step < new.step]
-    if keep_last is not None:
-        kept = kept[max(0, len(kept) - (keep_last - 1)) :]
-    for d in found:
-        if d.age < new.age and d.name not in kept:
-            remove_checkpoint(storage, d.name)
+    older = [d for d in newest_attempts.values() if d.step < new.step]
+    kept = older
+    if keep_last is not None or keep_every is not None:
+        kept = older[max(0, len(older) - ((keep_last or 1) - 1)) :]
+        kept += [d for d in older if keep_every and d.step % keep_every == 0]
+    return [d.name for d in found if d.age < new.age and d not in kept]
 
 
 def remove_checkpoint(storage: Storage, name: str) -> None:

@@ -18,6 +18,7 @@ def make_request(
     *,
     step: int,
     keep_last: int | None,
+    keep_every: int | None,
     chunk_bytes: int,
     exchange_bytes: int,
     state: Mapping[str, Any],
@@ -26,8 +27,7 @@ def make_request(
     """Return what one rank tells the others before a save; ValueError when it cannot be saved."""
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step {step!r} must be a whole number from 0 on")
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}; nearest valid: 1 (or None to keep all)")
+    check_retention(keep_last, keep_every)
     for name, value in (("chunk_bytes", chunk_bytes), ("exchange_bytes", exchange_bytes)):
         if value < 1:
             raise ValueError(f"{name} is {value}; nearest valid: 1")
@@ -38,6 +38,13 @@ def make_request(
         "state": _digest(check_json(state)),
         "tensors": describe(tensors),
     }
+
+
+def check_retention(keep_last: int | None, keep_every: int | None) -> None:
+    """Raise ValueError when these do not say what to keep."""
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; nearest valid: 1 (or None to keep all)")
 
 
 def check_same(requests: list[dict[str, Any]], state: Mapping[str, Any], group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.attachments import collect_files
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
@@ -47,10 +49,12 @@ def save(
     group: Group | None = None,
     files: Mapping[str, Path | bytes] | None = None,
     keep_last: int | None = None,
+    keep_every: int | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
     storage: Storage | None = None,
     engine: Engine | None = None,
+    cancel: threading.Event | None = None,
 ) -> Path:
     """Write a checkpoint of `step` below `directory` and return its path once it is committed.
 
@@ -67,11 +71,15 @@ def save(
         to copy. Those of the group's rank 0 are taken.
     keep_last: after the commit, remove older steps but for the newest ones; at least 1, which is
         the new checkpoint itself. None keeps all. Newer steps are never touched.
+    keep_every: steps that are multiples of it are kept all the same. Given alone it is as with
+        keep_last=1.
     chunk_bytes: upper bound on the size of a chunk; chunks depend on nothing else but a tensor's
         shape and dtype.
     exchange_bytes: bound on the chunks that a rank puts together in memory at one time (two such
         portions are in memory while one is being written).
     storage, engine: in place of the file system below `directory`, and of tensorstore.
+    cancel: when another thread of any rank sets it before the commit begins, the save ends on all
+        ranks with CheckpointError.
 
     Raises:
         ValueError: on every rank: names, dtypes or layouts that do not fit together (a region that
@@ -93,6 +101,7 @@ def save(
         lambda: make_request(
             step=step,
             keep_last=keep_last,
+            keep_every=keep_every,
             chunk_bytes=chunk_bytes,
             exchange_bytes=exchange_bytes,
             state=state,
@@ -113,16 +122,17 @@ def save(
         engine=engine,
         what=what,
         plan=plan,
+        cancel=cancel or threading.Event(),
     )
     name = saving.run(tensors, check_json(state), files or {})
-    if group.rank == 0 and keep_last is not None:
-        _retain(saving.storage, name, keep_last)
+    if group.rank == 0 and (keep_last, keep_every) != (None, None):
+        _retain(saving.storage, name, keep_last, keep_every)
     return Path(directory) / name
 
 
-def _retain(storage: Storage, name: str, keep_last: int) -> None:
+def _retain(storage: Storage, name: str, keep_last: int | None, keep_every: int | None) -> None:
     try:
-        retain(storage, name, keep_last)
+        retain(storage, name, keep_last, keep_every)
     except OSError as error:  # the new checkpoint stands all the same
         warnings.warn(f"cannot remove old checkpoints: {error}", RuntimeWarning, stacklevel=3)
 
@@ -141,6 +151,7 @@ class _Saving:
     engine: Engine
     what: str
     plan: WritePlan
+    cancel: threading.Event
     checksums: dict[Chunk, int] = field(default_factory=dict)
 
     def run(
@@ -154,7 +165,7 @@ class _Saving:
             if not first:
                 return None
             contents.update(collect_files(files))
-            return begin(self.storage, self.step)
+            return with_advice(lambda: begin(self.storage, self.step))
 
         passing = (ValueError, FileNotFoundError)
         name: str = together(self.group, self.what, start, passing=passing)[0]
@@ -163,16 +174,21 @@ class _Saving:
             failure = self._write(name, writer, tensors)
 
             def settle() -> list[tuple[str, int, int]]:
+                self._check_cancel()
                 if failure:
                     raise failure
                 writer.sync()
                 return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
 
-            rows = together(self.group, self.what, settle)
+            rows = together(self.group, self.what, lambda: with_advice(settle))
+
+            def commit_all() -> None:
+                self._commit(name, writer, rows, state, contents)
+
             together(
                 self.group,
                 self.what,
-                lambda: self._commit(name, writer, rows, state, contents) if first else None,
+                lambda: first and with_advice(commit_all),
             )
         except (CheckpointError, ValueError):
             if first:  # gives the space back; if that fails too, the next save sweeps it
@@ -216,13 +232,22 @@ class _Saving:
                     failure = failure or error
         return failure
 
+    def _check_cancel(self) -> None:
+        if self.cancel.is_set():
+            raise CheckpointError("it was abandoned")
+
     def _on_all_ranks(self, make: Callable[[], T]) -> T:
         """Return what `make` makes on this rank, once every rank has made its own.
 
         Ranks meet here before they exchange anything: if one fails, none waits for it.
         """
         made: list[T] = []
-        together(self.group, self.what, lambda: made.append(make()), passing=())
+
+        def run() -> None:
+            self._check_cancel()
+            made.append(make())
+
+        together(self.group, self.what, run, passing=())
         return made[0]
 
     def _allocate(self, batch: Round) -> dict[str, torch.Tensor]:
