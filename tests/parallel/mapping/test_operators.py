@@ -1,6 +1,7 @@
 """Each operator on real values, in both directions, and what it refuses."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mcore_parallel.mapping import (
     Concat,
     Drop,
     Exact,
+    Inward,
     MappedReader,
     Operator,
     Rename,
@@ -253,3 +255,37 @@ def test_a_function_must_return_what_was_declared() -> None:
     operator = Exact(("a",), ("b", "c"), lambda tensors: tensors, lambda tensors: tensors[:1])
     with pytest.raises(ValueError, match="the function for b, c returns 1 tensors"):
         TensorMapping([operator]).forward(metas({"a": ROW}))
+
+
+def test_other_forms_are_read_and_not_written() -> None:
+    """Old names and quantised weights come in; out go the usual names and plain values."""
+    decode = Exact(("{layer}.codes", "{layer}.scale"), ("{layer}.w",), _decode, _no_way_back)
+    mapping = TensorMapping(
+        [
+            Inward((Rename("old.{layer}.codes", "{layer}.codes"), decode)),
+            Rename("{layer}.w", "layers.{layer}.weight"),
+        ]
+    )
+    values = {
+        "old.0.codes": torch.tensor([1, 2], dtype=torch.uint8),
+        "0.scale": torch.tensor([4, 5], dtype=torch.uint8),
+        "1.w": numbered(2),
+    }
+    ours = evaluate(mapping.forward(metas(values)), values)
+    assert torch.equal(ours["layers.0.weight"], torch.tensor([4.0, 10.0]))
+    assert torch.equal(ours["layers.1.weight"], values["1.w"])
+    back = evaluate(mapping.inverse(metas(ours)), ours)
+    assert torch.equal(back["0.w"], ours["layers.0.weight"])
+    assert back.keys() == {"0.w", "1.w"}
+    assert set(mapping.inward().forward(metas(values)).tensors) == {"0.w", "1.w"}
+    with pytest.raises(ValueError, match="run inward alone must stand before all others"):
+        TensorMapping([Rename("a", "b"), Inward((Rename("c", "d"),))])
+
+
+def _decode(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    codes, scale = tensors
+    return [codes.float() * scale.float()]
+
+
+def _no_way_back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    raise AssertionError("only read")

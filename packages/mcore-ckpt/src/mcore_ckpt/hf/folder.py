@@ -82,20 +82,25 @@ class HFFolder:
             ValueError: a tensor is missing, nobody's, or of another shape; names file and tensor.
         """
         source = SafetensorsFolder(self.path)
-        known = set(source)
+        usual = self._resolve(source, self.mapping.inward())
+
+        def where(name: str) -> str:
+            return source.where(usual.sources(name)[0])
+
+        known = set(usual.tensors)
         for name, meta in self._expected().items():
             if name not in known:
                 raise ValueError(f"{self.path} has no tensor {name}, which its {CONFIG} asks for")
-            found = source.meta(name)
+            found = usual.tensors[name]
             if found.shape != meta.shape:
                 raise ValueError(
-                    f"{source.where(name)}: {name} has shape {list(found.shape)}, {CONFIG} asks "
+                    f"{where(name)}: {name} has shape {list(found.shape)}, {CONFIG} asks "
                     f"for {list(meta.shape)}"
                 )
             known.remove(name)
-        for name in sorted(known - set(self._resolve(source).dropped)):
+        for name in sorted(known - set(self._resolve(source, self.mapping).dropped)):
             raise ValueError(
-                f"{source.where(name)}: {name} is no tensor that {CONFIG} asks for "
+                f"{where(name)}: {name} is no tensor that {CONFIG} asks for "
                 f"({self.architecture.name})"
             )
         return source
@@ -122,8 +127,8 @@ class HFFolder:
             for name, mapped in resolved.tensors.items()
         }
 
-    def _resolve(self, source: SafetensorsFolder) -> Resolved:
+    def _resolve(self, source: SafetensorsFolder, mapping: TensorMapping) -> Resolved:
         try:
-            return self.mapping.forward(metas(source))
+            return mapping.forward(metas(source))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None

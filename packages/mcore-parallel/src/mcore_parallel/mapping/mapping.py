@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from mcore_parallel.layout import Box, Fragment, TensorLayout
 from mcore_parallel.layout.fragment import local_motions
-from mcore_parallel.mapping.operators import Operator
+from mcore_parallel.mapping.operators import Inward, Operator
 from mcore_parallel.mapping.tensors import Mapped, Step, TensorMeta, Tensors
 
 
@@ -21,6 +22,16 @@ class TensorMapping:
 
     def __init__(self, operators: Iterable[Operator]) -> None:
         self.operators = tuple(operators)
+        outside = [isinstance(operator, Inward) for operator in self.operators]
+        if True in outside[self._num_inward() :]:
+            raise ValueError("operators that run inward alone must stand before all others")
+
+    def inward(self) -> TensorMapping:
+        """Return the part of it that runs on the way in alone: to their tensors in usual form."""
+        return TensorMapping(self.operators[: self._num_inward()])
+
+    def _num_inward(self) -> int:
+        return len(list(takewhile(lambda operator: isinstance(operator, Inward), self.operators)))
 
     def forward(self, theirs: Mapping[str, TensorMeta]) -> Resolved:
         """Return how our tensors are made from theirs, of these names, shapes and dtypes.

@@ -259,6 +259,25 @@ class Drop(Operator):
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class Inward(Operator):
+    """Operators that run on the way in alone, from other forms of their tensors to the usual ones.
+
+    For names that folders had once and for quantised tensors, which are read and not written. They
+    stand before the operators that know the usual form.
+    """
+
+    operators: tuple[Operator, ...]
+
+    def forward(self, tensors: Tensors) -> None:
+        """Run them in order."""
+        for operator in self.operators:
+            operator.forward(tensors)
+
+    def inverse(self, tensors: Tensors) -> None:
+        """Nothing."""
+
+
 def _check_alike(left: Sequence[str], right: Sequence[str], only_left: str | None = None) -> None:
     """Check that all patterns have the same placeholders, but for one that the left alone has."""
     choices([*left, *right])
