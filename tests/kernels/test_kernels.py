@@ -39,7 +39,7 @@ def test_it_prints_as_what_it_is() -> None:
         "paged_attention=reference, "
         "cross_entropy=eager, moe_route=reference, moe_permute=reference, "
         "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked, "
-        "quantize=reference, fp8_matmul=reference, adam=reference, "
+        "gated_delta_rule=chunked, quantize=reference, fp8_matmul=reference, adam=reference, "
         "grad_stats=reference, sample=reference)"
     )
 
@@ -108,7 +108,11 @@ class Layer(nn.Module):
         scanned, _ = kernels.ssd_scan(
             value, mixed[:, :2], self.decay, key, query, max_seqlen=6, chunk_size=4, **packed
         )
-        return kernels.gelu(kernels.swiglu(kernels.linear(scanned.flatten(1), self.up)))
+        gate = mixed[:, :2].sigmoid()
+        written, _ = kernels.gated_delta_rule(
+            query, key, scanned, -gate, gate, max_seqlen=6, chunk_size=4, **packed
+        )
+        return kernels.gelu(kernels.swiglu(kernels.linear(written.flatten(1), self.up)))
 
 
 # torch's tracer makes an instance of every autograd function, against its own advice.

@@ -39,6 +39,7 @@ class KernelConfig:
     grouped_linear: str = AUTO
     causal_conv1d: str = AUTO
     ssd_scan: str = AUTO
+    gated_delta_rule: str = AUTO
     quantize: str = AUTO
     fp8_matmul: str = AUTO
     adam: str = AUTO

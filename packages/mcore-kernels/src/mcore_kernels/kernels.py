@@ -15,6 +15,7 @@ from mcore_kernels.protocols import (
     AttentionOp,
     CausalConv1dOp,
     Fp8MatmulOp,
+    GatedDeltaRuleOp,
     GeluOp,
     GluOp,
     GradStatsOp,
@@ -68,6 +69,7 @@ class Kernels:
     grouped_linear: GroupedLinearOp = field(init=False, compare=False)
     causal_conv1d: CausalConv1dOp = field(init=False, compare=False)
     ssd_scan: SsdScanOp = field(init=False, compare=False)
+    gated_delta_rule: GatedDeltaRuleOp = field(init=False, compare=False)
     quantize: QuantizeOp = field(init=False, compare=False)
     fp8_matmul: Fp8MatmulOp = field(init=False, compare=False)
     adam: AdamOp = field(init=False, compare=False)

@@ -27,7 +27,7 @@ from mcore_kernels.protocols.dtypes import accumulation_dtype, rounded
 from mcore_kernels.protocols.loss import VocabLossOp
 from mcore_kernels.protocols.moe import GroupedLinearOp, MoePermuteOp, MoeRouteOp
 from mcore_kernels.protocols.quant import Fp8MatmulOp, QuantizeOp
-from mcore_kernels.protocols.state_space import CausalConv1dOp, SsdScanOp
+from mcore_kernels.protocols.state_space import CausalConv1dOp, GatedDeltaRuleOp, SsdScanOp
 from mcore_kernels.protocols.step import AdamOp, GradStatsOp, SampleOp
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "AttentionOp",
     "CausalConv1dOp",
     "Fp8MatmulOp",
+    "GatedDeltaRuleOp",
     "GeluOp",
     "GluOp",
     "GradStatsOp",

@@ -76,3 +76,44 @@ class SsdScanOp(Protocol):
         `chunk_size` is how many tokens an implementation in chunks takes at a time; it changes
         rounding, time and memory, never the result.
         """
+
+
+class GatedDeltaRuleOp(Protocol):
+    """Linear attention that corrects what it remembers (Yang et al. 2024, arXiv:2412.06464)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        uniform: tuple[int, int] | None = None,
+        scale: float | None = None,
+        initial_states: Tensor | None = None,
+        chunk_size: int = 64,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(y [T, h, Dv], states [N, h, D, Dv])`.
+
+        q and k [T, K, D], v [T, h, Dv], g and beta [T, h]; K divides h, and head i reads key head
+        i // (h // K). In each document, for each head, from its row of `initial_states`
+        [N, h, D, Dv] (or zeros) on:
+
+            R[t] = exp(g[t]) · S[t-1]
+            S[t] = R[t] + k[t] ⊗ β[t] · (v[t] - R[t]ᵀ k[t])
+            y[t] = scale · S[t]ᵀ q[t]
+
+        g, the logarithm of the decay, is at most 0; keys of length 1 with β between 0 and 1 keep
+        the states bounded. `scale` is by default 1 / sqrt(D). `states` are the last S of each
+        document (its initial one where it is empty), in the accumulation dtype: the initial states
+        of its continuation. Nothing crosses the bounds of a document, `cu_seqlens` [N+1], of which
+        `max_seqlen` is the longest; rows past the last document give zeros. `uniform=(N, S)`
+        promises documents of S rows each, without any other row. Differentiable in everything that
+        is floating, through both results.
+
+        `chunk_size` is how many tokens an implementation in chunks takes at a time; it changes
+        rounding, time and memory, never the result.
+        """

@@ -234,6 +234,7 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "grouped_linear": moe.grouped_linear,
     "causal_conv1d": state_space.causal_conv1d,
     "ssd_scan": state_space.ssd_scan,
+    "gated_delta_rule": state_space.gated_delta_rule,
     "quantize": quant.quantize,
     "fp8_matmul": quant.fp8_matmul,
     "adam": step.adam,

@@ -107,7 +107,7 @@ def _compare(  # noqa: PLR0917 -- one internal caller
         if name == "result 1" and op in ("attention", "paged_attention"):
             # The log-sum-exp: of 16-bit inputs, torch's CPU kernel keeps four digits and no more.
             wanted, slack = accumulation_dtype(like), slack * (64.0 if like.itemsize == 2 else 1.0)
-        if name == "result 1" and op == "ssd_scan":
+        if name == "result 1" and op in ("ssd_scan", "gated_delta_rule"):
             wanted = accumulation_dtype(like)
         if name == "result 1" and op == "add_rms_norm":
             wanted = torch.promote_types(like, arguments["residual"].dtype)

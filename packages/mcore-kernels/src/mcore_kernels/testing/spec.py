@@ -283,3 +283,36 @@ def ssd_scan(
         states.append(state)
     nothing = x.new_zeros(0, heads, size, b.shape[2])
     return torch.stack(out) if out else x, torch.stack(states) if states else nothing
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    scale: float | None = None,
+    initial_states: Tensor | None = None,
+    **hints: object,
+) -> tuple[Tensor, Tensor]:
+    """Document by document, token by token: the recurrence of the paper."""
+    (heads, size), key_size = v.shape[1:], q.shape[2]
+    of_head = [head // (heads // q.shape[1]) for head in range(heads)]
+    scale = 1 / math.sqrt(key_size) if scale is None else scale
+    out = [v[row] * 0 for row in range(v.shape[0])]
+    states = []
+    for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        state = v.new_zeros(heads, key_size, size)
+        if initial_states is not None:
+            state = initial_states[n]
+        for t in range(start, stop):
+            key, query = k[t][of_head], q[t][of_head]
+            state = torch.exp(g[t])[:, None, None] * state
+            wrong = v[t] - torch.einsum("hd,hdv->hv", key, state)
+            state = state + torch.einsum("hd,h,hv->hdv", key, beta[t], wrong)
+            out[t] = scale * torch.einsum("hd,hdv->hv", query, state)
+        states.append(state)
+    nothing = v.new_zeros(0, heads, key_size, size)
+    return torch.stack(out) if out else v, torch.stack(states) if states else nothing

@@ -138,3 +138,75 @@ def ssd_scan(make: Make) -> Iterator[Case]:
     x = nan.arguments["x"].clone()
     x[5, 1, 2] = torch.nan  # the first row of a document: the others stay as they are
     yield Case(name="NaN in another document", arguments={**nan.arguments, "x": x}, grads=())
+
+
+def gated_delta_rule(make: Make) -> Iterator[Case]:
+    """Cases of the gated delta rule; keys of length 1, as layers give them."""
+
+    def case(
+        name: str,
+        lengths: list[int],
+        *,
+        heads: tuple[int, int] = (2, 4),
+        sizes: tuple[int, int] = (5, 3),
+        states: bool = True,
+        spare: int = 0,
+        change: Callable[[Tensor], Tensor] = lambda x: x,
+        decay: float = 0.3,
+        arguments: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Case:
+        rows = sum(lengths) + spare
+        key = make(rows, heads[0], sizes[0])
+        given = {
+            "q": change(make(rows, heads[0], sizes[0])),
+            "k": change(key / key.norm(dim=-1, keepdim=True)),
+            "v": change(make(rows, heads[1], sizes[1])),
+            "g": -make(rows, heads[1], scale=decay).abs(),
+            "beta": change(make(rows, heads[1]).sigmoid()),
+        }
+        if states:
+            given["initial_states"] = make(len(lengths), heads[1], *sizes)
+        return Case(
+            name=name,
+            arguments={
+                **given,
+                "cu_seqlens": ends(lengths),
+                "max_seqlen": max(lengths, default=0),
+                "chunk_size": 4,
+                **(arguments or {}),
+            },
+            grads=tuple(given),
+            fixed=("g", "initial_states"),
+            floor=1.0,
+            slack=4.0,
+            **more,
+        )
+
+    ragged = [5, 1, 0, 13, 8, 3]
+    yield case("uniform", [8, 8], arguments={"uniform": (2, 8)})
+    yield case("uniform, chunks that do not fit", [7, 7], arguments={"uniform": (2, 7)})
+    yield case("uniform, from nothing", [9], states=False, arguments={"uniform": (1, 9)})
+    yield case("ragged", ragged)
+    yield case("ragged, from nothing", ragged, states=False)
+    yield case("chunk of one", ragged, arguments={"chunk_size": 1})
+    yield case("chunk longer than all", ragged, arguments={"chunk_size": 64})
+    yield case("one key head", ragged, heads=(1, 3))
+    yield case("a key head for each", ragged, heads=(3, 3), sizes=(2, 6))
+    yield case("one head", [6], heads=(1, 1), sizes=(1, 1))
+    yield case("own scale", [6], arguments={"scale": 0.7})
+    yield case("no decay", ragged, decay=0.0)
+    yield case("fast decay", ragged, decay=30.0)
+    yield case("decoding", [1, 1, 1])
+    yield case("prefill and decoding", [1, 9, 1, 1])
+    yield case("rows of no document", [3, 4], spare=2)
+    yield case("rows of no document behind chunks", [3, 6], spare=9)
+    yield case("slice of rows", [4, 5], change=slice_of_rows)
+    yield case("scattered", [4, 5], change=scattered)
+    yield case("expanded gradient", [4, 5], expanded=True)
+    yield case("no document", [])
+    yield case("empty documents", [0, 0])
+    nan = case("NaN", [5, 6, 3])
+    v = nan.arguments["v"].clone()
+    v[5, 1, 2] = torch.nan  # the first row of a document: the others stay as they are
+    yield Case(name="NaN in another document", arguments={**nan.arguments, "v": v}, grads=())

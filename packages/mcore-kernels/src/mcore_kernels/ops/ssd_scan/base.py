@@ -6,6 +6,7 @@ rows each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,36 @@ def _one_line(bounds: Tensor, num_rows: int, length: int, document: Tensor, offs
         document=owner,
         last=last,
     )
+
+
+def carry(
+    grid: Grid, step: Callable[[int, Tensor], Tensor], nothing: Tensor, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The states before each chunk [R, K, …], and after the last of each document [N, …].
+
+    step: a chunk's number and the states [R, …] before it, to those behind it; called in order.
+    nothing [R, …]: the states of documents that begin, where there are none in `initial` [N, …].
+    """
+    if initial is not None:
+        initial = initial.to(nothing.dtype)
+    if grid.document is None:
+        state = nothing if initial is None else initial
+        before = []
+        for k in range(grid.chunks):
+            before.append(state)
+            state = step(k, state)
+        return torch.stack(before, 1), state
+    assert grid.last is not None
+    known = nothing.expand(grid.last.shape[0], *nothing.shape[1:]) if initial is None else initial
+    at_start = torch.cat((known, nothing)).index_select(0, grid.document).unsqueeze(1)
+    starts = grid.document.diff(prepend=grid.document.new_full((1,), -1)) != 0
+    before, after = [], [nothing]
+    for k in range(grid.chunks):
+        before.append(torch.where(starts[k], at_start[k], after[-1]))
+        after.append(step(k, before[-1]))
+    states = torch.cat(after[1:]).index_select(0, grid.last.clamp(min=0))
+    ended = (grid.last >= 0).view(-1, *[1] * (states.dim() - 1))
+    return torch.stack(before, 1), torch.where(ended, states, known)
 
 
 def step_sizes(dt: Tensor, dt_bias: Tensor | None, limits: tuple[float, float]) -> Tensor:

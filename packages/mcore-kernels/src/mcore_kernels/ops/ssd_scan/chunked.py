@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from mcore_kernels.ops.ssd_scan.base import Grid, check, make_grid, step_sizes
+from mcore_kernels.ops.ssd_scan.base import carry, check, make_grid, step_sizes
 from mcore_kernels.protocols import accumulation_dtype, rounded
 
 
@@ -56,8 +56,14 @@ def ssd_scan(
     y = _within(taken, b, c, total)
     rest = (total[..., -1:] - total).to(wide).exp()  # what is left at the end of the chunk
     added = _grouped(taken * rest.unsqueeze(-1), b).transpose(-1, -2) @ b.unsqueeze(3)
-    decay = total[..., -1].to(wide).exp()
-    before, states = _carry(grid, decay, added.flatten(2, 3), initial_states)
+    added = added.flatten(2, 3)  # [R, K, h, P, S]
+    decay = total[..., -1].to(wide).exp()[..., None, None]
+    before, states = carry(
+        grid,
+        lambda k, state: decay[:, k] * state + added[:, k],
+        torch.zeros_like(added[:, 0]),
+        initial_states,
+    )
     entering = c.unsqueeze(3) @ _grouped(before, b).transpose(-1, -2)  # [R, K, G, h/G, L, P]
     y = y + entering.flatten(2, 3) * total.to(wide).exp().unsqueeze(-1)
     if d is not None:
@@ -80,34 +86,3 @@ def _within(taken: Tensor, b: Tensor, c: Tensor, total: Tensor) -> Tensor:
     exponent = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(taken.dtype)
     decay = exponent.masked_fill(later, -torch.inf).exp()
     return ((scores * _grouped(decay, b)) @ _grouped(taken, b)).flatten(2, 3)
-
-
-def _carry(
-    grid: Grid, decay: Tensor, added: Tensor, initial: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The states before each chunk [R, K, h, P, S], and after the last of each document.
-
-    decay [R, K, h] and added [R, K, h, P, S] are what a chunk does to a state.
-    """
-    decay = decay[..., None, None]
-    if initial is not None:
-        initial = initial.to(added.dtype)
-    if grid.document is None:
-        state = torch.zeros_like(added[:, 0]) if initial is None else initial
-        before = []
-        for k in range(grid.chunks):
-            before.append(state)
-            state = decay[:, k] * state + added[:, k]
-        return torch.stack(before, 1), state
-    assert grid.last is not None
-    nothing = torch.zeros_like(added[0, :1])
-    known = nothing.expand(grid.last.shape[0], *nothing.shape[1:]) if initial is None else initial
-    at_start = torch.cat((known, nothing)).index_select(0, grid.document)
-    starts = grid.document.diff(prepend=grid.document.new_full((1,), -1)) != 0
-    before, after = [], [nothing[0]]
-    for k in range(grid.chunks):
-        before.append(torch.where(starts[k], at_start[k], after[-1]))
-        after.append(decay[0, k] * before[-1] + added[0, k])
-    states = torch.stack(after[1:]).index_select(0, grid.last.clamp(min=0))
-    states = torch.where((grid.last >= 0)[:, None, None, None], states, known)
-    return torch.stack(before).unsqueeze(0), states
