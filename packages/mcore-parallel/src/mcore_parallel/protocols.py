@@ -114,6 +114,8 @@ class AttentionOp(Protocol):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `(out [Tq, Q, Dv], lse [Tq, Q])`; the gradient flows through `out` only.
 
@@ -126,10 +128,13 @@ class AttentionOp(Protocol):
         A query i of a segment with lq queries and lk keys stands at key position
         p = i + lk - lq (bottom-right alignment). `causal` shows it the keys j ≤ p; `window=w`
         shows it the keys j > p - w, and without `causal` also only those j < p + w: w keys,
-        itself included, in the causal case. `scale` defaults to D^-½.
+        itself included, in the causal case. `scale` defaults to D^-½. `softcap` c makes a scaled
+        score s into c · tanh(s / c). `sinks` [Q] are scores of one more key per head, without a
+        value, that every query sees: they take their part of the softmax and get a gradient.
 
-        lse is the natural log of the sum of exp of the scaled, visible scores, at least float32.
-        A query that sees no key has out 0, lse -inf and no gradient.
+        lse is the natural log of the sum of exp of the scaled, visible scores (the sink among
+        them), at least float32. A query that sees no key has out 0, lse -inf (or the sink's score)
+        and no gradient.
         """
 
 
@@ -153,11 +158,12 @@ class AttentionGradOp(AttentionOp, Protocol):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `(dq, dk, dv)`, shaped and typed as q, k, v.
 
         `out` and `lse` may come from more keys than k holds (they were merged over several
-        blocks); the result is then this block's share, and the shares add up.
+        blocks, or with a sink); the result is then this block's share, and the shares add up.
         """
 
 

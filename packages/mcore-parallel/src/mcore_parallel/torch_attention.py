@@ -26,6 +26,7 @@ class _Masking(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None = None
 
     def hidden(self, lq: int, lk: int, device: torch.device) -> Tensor | None:
         """The mask [lq, lk] of the keys that a query may not see; None: it sees all."""
@@ -58,9 +59,16 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3).to(like.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, masking: _Masking) -> Tensor:
+def _capped(q: Tensor, k: Tensor, masking: _Masking) -> Tensor:
+    """All scores, scaled and soft-capped."""
     scores = q @ k.transpose(-1, -2) * masking.scale
-    hidden = masking.hidden(q.shape[-2], k.shape[-2], q.device)
+    cap = masking.softcap
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _hide(scores: Tensor, masking: _Masking) -> Tensor:
+    """The same scores, minus infinity where a query may not see a key."""
+    hidden = masking.hidden(*scores.shape[-2:], scores.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 
@@ -72,7 +80,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 def _forward_block(qkv: _QKV, masking: _Masking) -> tuple[Tensor, Tensor]:
     """Attention of B equally long segments: q [B, L, Q, D] → [B, L, Q, Dv], [B, L, Q]."""
     q, k, v = (_heads_first(x, qkv[1].shape[2]) for x in qkv)
-    scores = _scores(q, k, masking)
+    scores = _hide(_capped(q, k, masking), masking)
     lse = scores.logsumexp(-1, keepdim=True)
     out = _probabilities(scores, lse) @ v
     return _tokens_first(out, qkv[0]), _tokens_first(lse, lse).squeeze(-1)
@@ -84,9 +92,13 @@ def _backward_block(
     """Gradients of `_forward_block` from its (or a merged) output and log-sum-exp."""
     tensors = (*qkv, grad_out, out, lse.unsqueeze(-1))
     q, k, v, grad, out, lse = (_heads_first(x, qkv[1].shape[2]) for x in tensors)
-    p = _probabilities(_scores(q, k, masking), lse)
+    scores = _capped(q, k, masking)
+    slope = None if masking.softcap is None else 1 - (scores / masking.softcap).square()
+    p = _probabilities(_hide(scores, masking), lse)
     delta = (grad * out).sum(-1, keepdim=True)
     ds = p * (grad @ v.transpose(-1, -2) - delta) * masking.scale
+    if slope is not None:
+        ds *= slope
     dq = ds @ k
     dk = (ds.transpose(-1, -2) @ q).sum(2, keepdim=True)
     dv = (p.transpose(-1, -2) @ grad).sum(2, keepdim=True)
@@ -177,19 +189,34 @@ class _Attention(torch.autograd.Function):
     """Keeps only q, k, v, out and lse: the scores are computed again in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: _Packing
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packing: _Packing
     ) -> tuple[Tensor, Tensor]:
         out, lse = _forward_packed((q, k, v), packing)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.packing = packing
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*_backward_packed(grads[0], (q, k, v), out, lse, ctx.packing), None)
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        d_sinks = None if sinks is None else sinks_grad(grads[0], out, lse, sinks)
+        return (*_backward_packed(grads[0], (q, k, v), out, lse, ctx.packing), d_sinks, None)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp with one more key per head, without a value, of these scores."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+
+
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of `sinks` [Q] for an output and log-sum-exp that they are part of."""
+    share = (sinks.to(lse.dtype) - lse).exp()  # of the softmax
+    return -((grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1) * share).sum(0).to(sinks.dtype)
 
 
 class TorchAttention:
@@ -213,11 +240,14 @@ class TorchAttention:
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `mcore_parallel.protocols.AttentionOp`."""
-        masking = _Masking(causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        masking = _Masking(causal, window, scale, softcap)
         packing = _packing((q, k, v), (cu_seqlens_q, cu_seqlens_k), uniform, masking)
-        result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, packing)  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, sinks, packing)  # type: ignore[no-untyped-call]
         return result
 
     def backward(
@@ -237,9 +267,11 @@ class TorchAttention:
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `mcore_parallel.protocols.AttentionGradOp`."""
-        masking = _Masking(causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        masking = _Masking(causal, window, scale, softcap)
         packing = _packing((q, k, v), (cu_seqlens_q, cu_seqlens_k), uniform, masking)
         with torch.no_grad():
             return _backward_packed(grad_out, (q, k, v), out, lse, packing)

@@ -2,7 +2,7 @@
 
 from mcore_parallel.context.attention import context_attention
 from mcore_parallel.context.gather import AllGatherAttention
-from mcore_parallel.context.heads import AllToAllAttention, HeadExchange
+from mcore_parallel.context.heads import AllToAllAttention, HeadExchange, WideRows
 from mcore_parallel.context.kinds import (
     ContextKind,
     check_context_attention,
@@ -20,6 +20,7 @@ __all__ = [
     "HeadExchange",
     "RingAttention",
     "SequenceSplit",
+    "WideRows",
     "check_context_attention",
     "check_heads",
     "context_attention",

@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_parallel.protocols import AttentionGradOp
 from mcore_parallel.torch_attention import accumulation_dtype
 
-__all__ = ["Blocks", "Call", "Chunk", "Masking", "Merge", "make_calls", "pieces"]
+__all__ = ["Blocks", "Call", "Chunk", "Masking", "Merge", "Scores", "make_calls", "pieces"]
 
 Form = Literal["full", "native", "later", "earlier"]
 Piece = tuple[Form, range, range]
@@ -37,6 +37,13 @@ class Masking(NamedTuple):
         """Raise ValueError for a window that would hide a query's own key."""
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention: window is {self.window}, must be at least 1 (or None)")
+
+
+class Scores(NamedTuple):
+    """What is made of the product of a query and a key, as `AttentionOp` defines it."""
+
+    scale: float
+    softcap: float | None
 
 
 class Chunk(NamedTuple):
@@ -111,11 +118,11 @@ class Call:
     arguments: dict[str, Any]
 
     def forward(
-        self, op: AttentionGradOp, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, op: AttentionGradOp, q: Tensor, k: Tensor, v: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of the rows of queries, from these keys alone."""
         picked = _pick(q, self.q_rows), _pick(k, self.k_rows), _pick(v, self.k_rows)
-        return op(*picked, **self.arguments, scale=scale)
+        return op(*picked, **self.arguments, scale=scores.scale, softcap=scores.softcap)
 
     def backward(
         self,
@@ -123,7 +130,7 @@ class Call:
         qkv: tuple[Tensor, Tensor, Tensor],
         of_out: tuple[Tensor, Tensor, Tensor],
         into: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        scores: Scores,
     ) -> None:
         """Add this call's share of the gradients to `into` = (dq, dk, dv).
 
@@ -139,7 +146,8 @@ class Call:
             out=out,
             lse=lse,
             **self.arguments,
-            scale=scale,
+            scale=scores.scale,
+            softcap=scores.softcap,
         )
         all_rows = self.q_rows, self.k_rows, self.k_rows
         for total, share, rows in zip(into, shares, all_rows, strict=True):

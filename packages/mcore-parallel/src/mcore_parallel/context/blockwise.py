@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_parallel.context.blocks import Masking
+from mcore_parallel.context.blocks import Masking, Scores
 from mcore_parallel.context.local import Documents, LastPlan, local_documents
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp, TorchAttention
@@ -43,9 +43,9 @@ class BlockwiseAttention(ABC, Generic[P]):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: P, scale: float
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, plan: P, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; differentiable in q, k and v."""
+        """Return output and log-sum-exp; differentiable in q, k, v and sinks."""
 
     def __call__(
         self,
@@ -61,6 +61,8 @@ class BlockwiseAttention(ABC, Generic[P]):
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionOp`. All ranks call it together, backward included."""
         if self.size == 1:
@@ -76,6 +78,8 @@ class BlockwiseAttention(ABC, Generic[P]):
                 causal=causal,
                 window=window,
                 scale=scale,
+                softcap=softcap,
+                sinks=sinks,
             )
         masking, bounds = Masking(causal, window), (cu_seqlens_q, cu_seqlens_k)
         rows = q.shape[0], k.shape[0]
@@ -86,4 +90,5 @@ class BlockwiseAttention(ABC, Generic[P]):
             return self.plan(documents, masking, rows[0], q.device)
 
         plan = self._plans.get(bounds, uniform, (masking, rows, q.device), make)
-        return self.attend(q, k, v, plan, q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        return self.attend((q, k, v), sinks, plan, scores)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.collectives import all_gather, all_to_all, reduce_scatter
-from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, make_calls
+from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, Scores, make_calls
 from mcore_parallel.context.blockwise import BlockwiseAttention
 from mcore_parallel.context.local import Documents, chunks_of, document_order, holders
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp
+from mcore_parallel.torch_attention import sinks_grad, with_sinks
 
 __all__ = ["AllGatherAttention"]
 
@@ -59,10 +60,10 @@ class AllGatherAttention(BlockwiseAttention["_Plan"]):
         return _Plan(calls=calls, keys=keys)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, plan: _Plan, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """See `BlockwiseAttention`."""
-        result: tuple[Tensor, Tensor] = _Gathered.apply(q, k, v, (plan, self.op, scale))  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor] = _Gathered.apply(*qkv, sinks, (plan, self.op, scores))  # type: ignore[no-untyped-call]
         return result
 
 
@@ -205,35 +206,42 @@ def _meetings(views: Sequence[_View]) -> Blocks:
     return found
 
 
+_How = tuple[_Plan, AttentionGradOp, Scores]
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[_Plan, AttentionGradOp, float]
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
-        plan, op, scale = how
+        plan, op, scores = how
         merge = Merge(q, v)
         keys = _gather(k, v, plan.keys)
         for call in plan.calls:
-            merge.add(call.q_rows, *call.forward(op, q, *keys, scale))
-        out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merge.lse)
+            merge.add(call.q_rows, *call.forward(op, q, *keys, scores))
+        wide, lse = merge.out, merge.lse
+        if sinks is not None:
+            wide, lse = with_sinks(wide, lse, sinks)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.how = how
-        ctx.mark_non_differentiable(merge.lse)
-        return out, merge.lse
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, op, scale = ctx.how
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        plan, op, scores = ctx.how
         keys = _gather(k, v, plan.keys)
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, *keys))
         of_out = grads[0].contiguous(), out, lse
         for call in plan.calls:
-            call.backward(op, (q, *keys), of_out, (dq, dk, dv), scale)
+            call.backward(op, (q, *keys), of_out, (dq, dk, dv), scores)
         both = plan.keys.home(torch.cat([dk.flatten(1), dv.flatten(1)], 1))
         width = k.flatten(1).shape[1]
         dk, dv = both[:, :width].reshape(k.shape), both[:, width:].reshape(v.shape)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        d_sinks = None if sinks is None else sinks_grad(of_out[0], out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
 
 
 def _gather(k: Tensor, v: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:

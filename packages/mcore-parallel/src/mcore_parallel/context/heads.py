@@ -138,6 +138,8 @@ class AllToAllAttention:
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionOp`. All ranks of the group call it together, backward included."""
         size, bounds = self.group.size, (cu_seqlens_q, cu_seqlens_k)
@@ -147,6 +149,7 @@ class AllToAllAttention:
             rows = q.shape[0], k.shape[0]
             wide = self._exchange.widen(bounds, uniform, rows, q.device)
             q, k, v = self._exchange.to_heads((q, k, v), wide)
+            sinks = None if sinks is None else self._exchange.my_heads(sinks)
             bounds, uniform = (wide.cu_seqlens, wide.cu_seqlens), wide.uniform
         out, lse = self.op(
             q,
@@ -160,6 +163,8 @@ class AllToAllAttention:
             causal=causal,
             window=window,
             scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )
         if wide is None:
             return out, lse

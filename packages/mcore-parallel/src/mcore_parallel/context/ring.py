@@ -22,12 +22,13 @@ from torch import Tensor
 
 from mcore_parallel import _torch
 from mcore_parallel.collectives import Work
-from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, make_calls
+from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, Scores, make_calls
 from mcore_parallel.context.blockwise import BlockwiseAttention
 from mcore_parallel.context.local import Documents, chunks_of
 from mcore_parallel.faults import GuardedWork, guarded
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp
+from mcore_parallel.torch_attention import sinks_grad, with_sinks
 
 __all__ = ["RingAttention"]
 
@@ -90,10 +91,10 @@ class RingAttention(BlockwiseAttention["_Plan"]):
         return _Plan(steps=steps, group=self.group, passed_on=False)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, plan: _Plan, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """See `BlockwiseAttention`."""
-        result: tuple[Tensor, Tensor] = _Ring.apply(q, k, v, (plan, self.op, scale))  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor] = _Ring.apply(*qkv, sinks, (plan, self.op, scores))  # type: ignore[no-untyped-call]
         return result
 
 
@@ -262,31 +263,37 @@ def _split(flat: Tensor, shapes: tuple[torch.Size, torch.Size]) -> tuple[Tensor,
     return flat[: of_k.numel()].view(of_k), flat[of_k.numel() :].view(of_v)
 
 
+_How = tuple[_Plan, AttentionGradOp, Scores]
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[_Plan, AttentionGradOp, float]
+    def forward(  # noqa: PLR0917 -- autograd passes by position
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
-        plan, op, scale = how
+        plan, op, scores = how
         merge, block = Merge(q, v), _Blocks(k, v, plan)
         last = len(plan.steps) - 1
         for number, step in enumerate(plan.steps):
             if number < last:
                 block.depart(number + 1)
             for call in step.calls:
-                merge.add(call.q_rows, *call.forward(op, q, *block.parts(), scale))
+                merge.add(call.q_rows, *call.forward(op, q, *block.parts(), scores))
             if number < last:
                 block.arrive()
-        out = merge.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merge.lse)
+        wide, lse = merge.out, merge.lse
+        if sinks is not None:
+            wide, lse = with_sinks(wide, lse, sinks)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.how = how
-        ctx.mark_non_differentiable(merge.lse)
-        return out, merge.lse
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, op, scale = ctx.how
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        plan, op, scores = ctx.how
         of_out = grads[0].contiguous(), out, lse
         dq = torch.zeros_like(q, dtype=lse.dtype)
         block, shapes = _Blocks(k, v, plan), (k.shape, v.shape)
@@ -300,9 +307,10 @@ class _Ring(torch.autograd.Function):
             share = torch.zeros_like(blank)
             into = (dq, *_split(share, shapes))
             for call in step.calls:
-                call.backward(op, (q, *block.parts()), of_out, into, scale)
+                call.backward(op, (q, *block.parts()), of_out, into, scores)
             sums.add(number, share)
             if number < last:
                 block.arrive()
         dk, dv = _split(sums.home(), shapes)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        d_sinks = None if sinks is None else sinks_grad(of_out[0], out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
