@@ -3,8 +3,8 @@ import inspect
 import mcore_models
 
 PUBLIC = """
-AuxiliaryLosses GPT BuildContext Builder GlobalCounts KVCache MambaConfig MoEConfig ModelConfig
-ParameterCount TokenBatch TokenContext build_model check_layout count_parameters flops_of_documents
+AttentionConfig AuxiliaryLosses GPT BuildContext Builder GlobalCounts KVCache MambaConfig MoEConfig ModelConfig
+ParameterCount RopeConfig TokenBatch TokenContext build_model check_layout count_parameters flops_of_documents
 flops_per_token flops_utilization gpt2 llama model_shape preset preset_names
 """
 

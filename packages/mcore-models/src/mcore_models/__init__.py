@@ -20,20 +20,23 @@ from mcore_models.common import (
 )
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
-from mcore_models.part_configs import MambaConfig, MoEConfig
+from mcore_models.parts import AttentionConfig, DeltaNetConfig, MambaConfig, MoEConfig, RopeConfig
 from mcore_models.presets import gpt2, llama, preset, preset_names
 
 __all__ = [
     "GPT",
+    "AttentionConfig",
     "AuxiliaryLosses",
     "BuildContext",
     "Builder",
+    "DeltaNetConfig",
     "GlobalCounts",
     "KVCache",
     "MambaConfig",
     "MoEConfig",
     "ModelConfig",
     "ParameterCount",
+    "RopeConfig",
     "TokenBatch",
     "TokenContext",
     "build_model",

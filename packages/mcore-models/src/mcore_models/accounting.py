@@ -8,10 +8,12 @@ takes and holds under a layout.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_models.config import NO_PART, ModelConfig
-from mcore_models.part_configs import MambaConfig, MoEConfig
+from mcore_models.config import ModelConfig
+from mcore_models.parts import DeltaNetConfig, LatentAttentionConfig, MambaConfig, MoEConfig
+from mcore_models.pattern import NO_PART
 from mcore_parallel.cost import (
     AttentionShape,
+    DeltaNetShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
@@ -83,7 +85,9 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     forward and twice that backward: 6 · seq_length · heads · head size per attention layer.
     A Mamba-2 layer costs the same for every token of any document: forward, for each number of its
     states, 3 to update it (decay, product, sum) and 2 to read it, and 2 for each tap and channel of
-    its convolution; twice that backward. How a scan in chunks computes the same is not counted.
+    its convolution; twice that backward. A gated delta net likewise, with 1 to decay a number of
+    its states, 2 to read what it says of a key, 2 to correct that and 2 to read it. How a scan in
+    chunks computes the same is not counted.
     Recomputation, norms, activations and the embedding lookup are not counted.
     """
     return model_shape(config).flops_per_token(seq_length)
@@ -118,9 +122,14 @@ def _part(config: ModelConfig, letter: str) -> Part:
         return _experts(config, config.moe)
     if letter == "M" and config.mamba is not None:
         return _mamba(config.hidden_size, config.mamba)
+    if letter == "G" and config.delta_net is not None:
+        return _delta_net(config.delta_net)
+    if letter == "+" and config.latent is not None:
+        return _latent_attention(config.latent)
     raise ValueError(
         f"the pattern letter {letter!r} is made by a builder, so its parameters are not known: "
-        f"build the model on device 'meta' and count there; counted here are '*', 'M', '-' and 'E'"
+        f"build the model on device 'meta' and count there; counted here are '*', '+', 'M', 'G', "
+        f"'-' and 'E'"
     )
 
 
@@ -131,6 +140,19 @@ def _attention(config: ModelConfig) -> AttentionShape:
         kv_heads=config.kv_heads,
         head_size=config.head_size,
         vectors=qkv * config.qkv_bias + config.hidden_size * config.linear_bias,
+    )
+
+
+def _latent_attention(latent: LatentAttentionConfig) -> AttentionShape:
+    return AttentionShape(
+        num_heads=latent.num_heads,
+        kv_heads=latent.num_heads,
+        head_size=latent.query_dim,
+        value_size=latent.value_dim,
+        q_rank=latent.q_rank or 0,
+        kv_rank=latent.kv_rank,
+        rope_size=latent.rope_dim,
+        vectors=(latent.q_rank or 0) + latent.kv_rank,
     )
 
 
@@ -150,6 +172,20 @@ def _experts(config: ModelConfig, moe: MoEConfig) -> ExpertsShape:
         shared_gate=moe.shared_gate,
         latent=moe.latent_size or 0,
         vectors=moe.num_experts * moe.router_bias,
+    )
+
+
+def _delta_net(delta: DeltaNetConfig) -> DeltaNetShape:
+    channels = 2 * delta.key_size + delta.value_size
+    # taps; a_log and dt_bias of each head; the norm's weights
+    other = channels * delta.conv_width + 2 * delta.num_value_heads + delta.value_head_dim
+    return DeltaNetShape(
+        num_heads=delta.num_value_heads,
+        key_heads=delta.num_key_heads,
+        key_size=delta.key_head_dim,
+        head_size=delta.value_head_dim,
+        conv_width=delta.conv_width,
+        vectors=other,
     )
 
 

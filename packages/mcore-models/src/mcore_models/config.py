@@ -6,8 +6,8 @@ in force.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from mcore_models._checks import (
@@ -16,20 +16,54 @@ from mcore_models._checks import (
     nearest_divisors,
     nearest_multiples,
 )
-from mcore_models.part_configs import MambaConfig, MoEConfig
+from mcore_models.parts import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MoEConfig,
+    MTPConfig,
+    RopeConfig,
+)
+from mcore_models.pattern import NO_PART, parse_pattern
 
 NormKind = Literal["rms_norm", "layer_norm"]
-ActivationKind = Literal["swiglu", "gelu", "gelu_tanh"]
+NormPlace = Literal["pre", "post", "both"]
+ResidualKind = Literal["sequential", "parallel", "parallel_shared"]
+ActivationKind = Literal[
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "quick_geglu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "silu",
+]
 PositionKind = Literal["rope", "learned", "none"]
 
-NO_PART = "."
-"""The letter of a pattern entry that says: this layer has no mixer (or no feed-forward)."""
+GATES: Mapping[str, str] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "quick_geglu": "quick_gelu",
+}
+"""Gated activations, by the function of the gate, as `mcore_kernels` calls it."""
 
 PART_CONFIGS: Mapping[str, tuple[str, type[Any]]] = {
     "E": ("moe", MoEConfig),
     "M": ("mamba", MambaConfig),
+    "G": ("delta_net", DeltaNetConfig),
+    "+": ("latent", LatentAttentionConfig),
 }
 """Letters whose part has a configuration of its own: the field that holds it, and its type."""
+
+_OPTIONS: Mapping[str, type[Any]] = {
+    "attention": AttentionConfig,
+    "rope": RopeConfig,
+    "mtp": MTPConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +71,32 @@ class ModelConfig:
     """A decoder-only language model: what is computed, not where or how fast.
 
     `pattern` has one entry per layer: two letters, the mixer and the feed-forward, each a residual
-    step behind its own norm. `*` is attention, `M` the Mamba-2 mixer that `mamba` describes, `-`
+    step behind its own norm. `*` is attention, `+` the latent attention that `latent`
+    describes, `M` the Mamba-2 mixer that `mamba` describes, `G` the
+    gated delta net that `delta_net` describes, `-`
     the MLP, `E` the mixture of experts that `moe` describes, `.` is nothing; every other letter is
     looked up among the builders given to `build_model`. `None` means `*-` everywhere, or `M.` where
     there is a `mamba` and no attention head; with a `moe` the second letter is `E`. Pairs such as
-    `("*", "-")` and one string with blanks, `"*- M. X-"`, are taken too.
+    `("*", "-")` and one string with blanks, `"*- M. X-"`, are taken too, and so is a string without
+    blanks that has a letter for each of several layers, `"M*-E"`: a mixer or a feed-forward alone.
 
     A model without attention has no heads: `num_heads` is then 0, and `position` "rope" means
     nothing.
+
+    `norm_place` puts norms before each mixer and feed-forward ("pre"), after it, before its output
+    is added ("post", OLMo 2), or in both places ("both", Gemma 2); there is one after the last
+    layer always. `zero_centered_norm` multiplies by 1 + weight, and `norm_bias` gives layer norms a
+    bias. `residual` "parallel" gives the feed-forward of a layer the same input as its mixer
+    (GPT-NeoX), "parallel_shared" with one norm for both (GPT-J).
+
+    `linear_bias` gives linear layers biases, `attention_bias` those of queries, keys and values,
+    and `mlp_bias`, unless it is None, says so of the MLP. Of gated activations `glu_limit` clamps
+    the gate from above and the other factor from both sides, to which `glu_offset` is added
+    (gpt-oss).
+
+    Embeddings are multiplied by `embedding_scale`, outputs of mixers and feed-forwards by
+    `residual_scale` before they are added, and logits by `logit_scale`; with `logit_softcap` c they
+    then become c · tanh(logit / c).
 
     `dropout` is the probability for the embedding and for the output of every mixer and
     feed-forward; attention probabilities are never dropped.
@@ -63,18 +115,34 @@ class ModelConfig:
     max_positions: int = 2048
     norm: NormKind = "rms_norm"
     norm_eps: float = 1e-5
+    norm_place: NormPlace = "pre"
+    norm_bias: bool = True
+    zero_centered_norm: bool = False
+    residual: ResidualKind = "sequential"
     activation: ActivationKind = "swiglu"
+    glu_limit: float | None = None
+    glu_offset: float = 0.0
     position: PositionKind = "rope"
     rope_base: float = 10000.0
     linear_bias: bool = False
     attention_bias: bool = False
+    mlp_bias: bool | None = None
     tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     init_std: float = 0.02
     init_depth_scaled: bool = True
     dropout: float = 0.0
     pattern: tuple[str, ...] | None = None
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig | None = None
     mamba: MambaConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    latent: LatentAttentionConfig | None = None
+    mtp: MTPConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
@@ -84,14 +152,17 @@ class ModelConfig:
         for name in ("num_kv_heads", "head_dim", "ffn_size"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        check_choice("norm", self.norm, get_args(NormKind))
-        check_choice("activation", self.activation, get_args(ActivationKind))
-        check_choice("position", self.position, get_args(PositionKind))
+        for name, kind in _CHOICES.items():
+            check_choice(name, getattr(self, name), get_args(kind))
+        for name, options in _OPTIONS.items():
+            if isinstance(getattr(self, name), Mapping):  # as it is read from a file
+                object.__setattr__(self, name, options(**getattr(self, name)))
         self._check_scalars()
         if self.pattern is not None:
-            object.__setattr__(self, "pattern", _parse_pattern(self.pattern, self.num_layers))
+            object.__setattr__(self, "pattern", parse_pattern(self.pattern, self.num_layers))
         self._check_part_configs()
         self._check_heads()
+        self._check_options()
 
     @property
     def kv_heads(self) -> int:
@@ -106,13 +177,23 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def rotary_size(self) -> int:
+        """How many channels of a head turn with its position: `rope.rotary_dim`, or all."""
+        return self.head_size if self.rope.rotary_dim is None else self.rope.rotary_dim
+
+    @property
     def mlp_size(self) -> int:
-        """Inner width of the MLP: `ffn_size`; else 4·hidden, for SwiGLU 8/3·hidden up to 64s."""
+        """Inner width of the MLP: `ffn_size`; else 4·hidden, if gated 8/3·hidden up to 64s."""
         if self.ffn_size is not None:
             return self.ffn_size
-        if self.activation == "swiglu":
+        if self.gated:
             return math.ceil(8 * self.hidden_size / (3 * 64)) * 64
         return 4 * self.hidden_size
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation multiplies two projections."""
+        return self.activation in GATES
 
     @property
     def qkv_bias(self) -> bool:
@@ -120,21 +201,55 @@ class ModelConfig:
         return self.linear_bias or self.attention_bias
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        given = self.attention.output_bias
+        return self.linear_bias if given is None else given
+
+    @property
+    def ffn_bias(self) -> bool:
+        """Whether the projections of the MLP have a bias."""
+        return self.linear_bias if self.mlp_bias is None else self.mlp_bias
+
+    @property
+    def expert_bias(self) -> bool:
+        """Whether the projections of experts have a bias."""
+        given = None if self.moe is None else self.moe.expert_bias
+        return self.ffn_bias if given is None else given
+
+    @property
     def layer_pattern(self) -> tuple[str, ...]:
         """The two letters of every layer, `num_layers` entries."""
         if self.pattern is not None:
             return self.pattern
-        mixer = "M" if self.mamba is not None and not self.num_heads else "*"
-        dense = "-" if mixer == "*" else NO_PART
+        mixer = "*"
+        if not self.num_heads and self.latent is not None:
+            mixer = "+"
+        elif not self.num_heads and self.mamba is not None:
+            mixer = "M"
+        elif not self.num_heads and self.delta_net is not None:
+            mixer = "G"
+        dense = NO_PART if mixer == "M" else "-"
         return (mixer + (dense if self.moe is None else "E"),) * self.num_layers
 
     def layers_with(self, letter: str) -> tuple[int, ...]:
-        """The indices of the layers that have a part of this letter."""
-        return tuple(i for i, letters in enumerate(self.layer_pattern) if letter in letters)
+        """The indices of the layers that have a part of this letter, those of `mtp` at the end."""
+        pattern = (*self.layer_pattern, *self.mtp_pattern)
+        return tuple(i for i, letters in enumerate(pattern) if letter in letters)
+
+    @property
+    def mtp_pattern(self) -> tuple[str, ...]:
+        """The two letters of the layer of each depth of `mtp`; empty without."""
+        return () if self.mtp is None else self.layer_pattern[-1:] * self.mtp.num_depths
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the last pipeline stage needs the token embedding: for the head, or for `mtp`."""
+        return self.tied_embeddings or self.mtp is not None
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation for `attention.o`, `mamba.out` and `mlp.down`.
+        """Standard deviation for `attention.o`, `mamba.out`, `delta_net.out` and `mlp.down`.
 
         `init_std / sqrt(2 · num_layers)` when `init_depth_scaled` (GPT-2: the residual stream then
         has the same variance at any depth), else `init_std`.
@@ -158,11 +273,14 @@ class ModelConfig:
                 f"hidden_size={hidden} is not a multiple of num_heads={heads}: "
                 f"use hidden_size {near}, or give head_dim"
             )
-        if self.position == "rope" and self.head_size % 2:
+        if self.position != "rope":
+            return
+        if self.rope.rotary_dim is None and self.head_size % 2:
             raise ValueError(
                 f"rotary positions turn pairs of channels and head_dim={self.head_size} is odd: "
                 f"use {nearest_multiples(self.head_size, 2)}"
             )
+        self.rope.check_size(self.head_size)
 
     def _check_no_heads(self) -> None:
         for index, letters in enumerate(self.layer_pattern):
@@ -176,6 +294,39 @@ class ModelConfig:
                     f"{name}={getattr(self, name)} describes attention, of which num_heads=0 says "
                     f"that there is none: leave it out, or give num_heads"
                 )
+
+    def _check_options(self) -> None:
+        """Check that what is said of one thing does not contradict another."""
+        attention = self.attention
+        attention.check_layers(self.num_layers)
+        if "*" not in "".join(self.layer_pattern) and attention != AttentionConfig():
+            raise ValueError(
+                "attention is configured and no layer of the pattern has '*': "
+                "put '*' into the pattern, or leave attention out"
+            )
+        if self.position != "rope":
+            for name, plain in {
+                "rope": self.rope == RopeConfig(),
+                "attention.local_rope_base": attention.local_rope_base is None,
+                "attention.nope_layers": not attention.nope_layers,
+            }.items():
+                if not plain:
+                    raise ValueError(
+                        f"{name} is about rotary positions and position={self.position!r}: "
+                        f"use position='rope', or leave it out"
+                    )
+        if attention.qk_norm == "all" and self.norm != "rms_norm":
+            raise ValueError(
+                f"attention.qk_norm='all' is an RMS norm and norm={self.norm!r}: "
+                f"use qk_norm='head', or norm='rms_norm'"
+            )
+        if self.norm != "layer_norm" and not self.norm_bias:
+            raise ValueError(f"norm_bias is about layer norms and norm={self.norm!r} has no bias")
+        if not self.gated and (self.glu_limit is not None or self.glu_offset):
+            raise ValueError(
+                f"glu_limit and glu_offset are about gated activations ({', '.join(GATES)}), and "
+                f"activation={self.activation!r} has no gate"
+            )
 
     def _check_part_configs(self) -> None:
         letters = "".join(self.layer_pattern)
@@ -195,27 +346,26 @@ class ModelConfig:
                     f"{name} is set and no layer of the pattern has {letter!r}: "
                     f"put {letter!r} into the pattern, or leave {name} out"
                 )
+        if self.latent is not None and self.position == "rope":
+            self.latent.check_rope(self.rope)
 
     def _check_scalars(self) -> None:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is a probability: use 0 <= dropout < 1")
-        for name in ("norm_eps", "init_std", "rope_base"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0")
+        scales = ("embedding_scale", "residual_scale", "logit_scale")
+        for name in ("norm_eps", "init_std", "rope_base", *scales):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be greater than 0 and finite")
+        for name in ("glu_limit", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be greater than 0 and finite")
 
 
-def _parse_pattern(pattern: str | Sequence[str | Sequence[str]], layers: int) -> tuple[str, ...]:
-    entries = pattern.split() if isinstance(pattern, str) else pattern
-    parsed = tuple("".join(entry) for entry in entries)
-    for index, entry in enumerate(parsed):
-        if len(entry) != 2 or entry == NO_PART * 2 or any(c.isspace() for c in entry):
-            raise ValueError(
-                f"pattern entry {index} is {entry!r}: a layer is two letters, mixer and "
-                f"feed-forward, such as '*-'; '{NO_PART}' stands for one that is absent"
-            )
-    if len(parsed) != layers:
-        raise ValueError(
-            f"pattern has {len(parsed)} entries for num_layers={layers}: "
-            f"give {layers} entries or num_layers={len(parsed)}"
-        )
-    return parsed
+_CHOICES = {
+    "norm": NormKind,
+    "norm_place": NormPlace,
+    "residual": ResidualKind,
+    "activation": ActivationKind,
+    "position": PositionKind,
+}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from mcore_models.config import ModelConfig
-from mcore_models.part_configs import MoEConfig
+from mcore_models.parts import MoEConfig
 
 
 def llama(

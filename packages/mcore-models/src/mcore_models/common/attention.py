@@ -1,22 +1,30 @@
 """Self-attention. T tokens, H hidden, D head size; Q query and K kv heads, those of this rank."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.norm import build_qk_norm
 from mcore_models.common.recompute import recomputed_attention
 from mcore_models.config import ModelConfig
-from mcore_parallel import AttentionOp, Init
+from mcore_parallel import AttentionOp, Init, ParamSpec
 from mcore_parallel.context import context_attention
-from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
+from mcore_parallel.spec import join
+from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear, fused_spec
 
 
 class Attention(nn.Module):
     """Causal grouped-query self-attention within each document: [T, H] to [T, H].
 
+    `AttentionConfig` says what it does besides. Queries and keys are normed, then turned by their
+    positions, as the layer's kind (local, without positions) says.
+
     Split over heads: the local weight holds this rank's q, k and v rows, whose global names are
-    `attention.{q,k,v}.weight`; with fewer kv heads than ranks a kv head lies on several ranks.
+    `attention.{q,k,v}.weight`, and `attention.gate.weight` where the output has a gate; with fewer
+    kv heads than ranks a kv head lies on several ranks.
     Communicates over the tensor-parallel group (Shoeybi et al., "Megatron-LM", 2019), and over the
     context-parallel group, whose ranks hold shares of each document, in the way that
     `ParallelConfig.context_kind` gives this layer.
@@ -27,13 +35,16 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
         super().__init__()
         heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
-        tp = build.tp.size
+        options = config.attention
         self.layer_index = layer_index
         self.head_size = size
-        self._local_heads = [heads // tp, max(kv_heads // tp, 1), max(kv_heads // tp, 1)]
+        parts = [Part("q", heads, size), Part("k", kv_heads, size), Part("v", kv_heads, size)]
+        if options.gate:
+            parts.append(Part("gate", heads, size))
+        self._local_heads = [part.local_features(build.tp.size) // size for part in parts]
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            parts=(Part("q", heads, size), Part("k", kv_heads, size), Part("v", kv_heads, size)),
+            parts=parts,
             group=build.tp,
             bias=config.qkv_bias,
             sequence_parallel=build.sequence_parallel,
@@ -46,13 +57,29 @@ class Attention(nn.Module):
             heads * size,
             config.hidden_size,
             group=build.tp,
-            bias=config.linear_bias,
+            bias=config.output_bias,
             sequence_parallel=build.sequence_parallel,
             linear=build.kernels.linear,
             init=Init(kind="normal", std=config.output_init_std),
             device=build.device,
             dtype=build.dtype,
         )
+        self.q_norm = build_qk_norm(config, build, heads)
+        self.k_norm = build_qk_norm(config, build, kv_heads)
+        self.sinks: nn.Parameter | None = None
+        self._sinks = Part("sinks", heads)
+        if options.sinks:
+            blank = torch.empty(self._local_heads[0], dtype=build.dtype, device=build.device)
+            self.sinks = nn.Parameter(blank)
+        self._tp, self._init = build.tp, Init(kind="normal", std=config.init_std)
+        self._scores: dict[str, Any] = {
+            "window": options.window_of(layer_index),
+            "scale": options.scale,
+            "softcap": options.softcap,
+        }
+        self._turns = layer_index not in options.nope_layers
+        self._is_local = options.is_local(layer_index)
+        self._interleaved = config.rope.interleaved
         self._rope = build.kernels.rope
         self._shares = build.mesh.cp.size
         self._attention: AttentionOp = build.kernels.attention
@@ -73,9 +100,11 @@ class Attention(nn.Module):
         context.check_shares(self._shares)
         rows: Tensor = self.qkv(hidden)
         heads = rows.view(rows.shape[0], -1, self.head_size)
-        q, k, v = torch.split(heads, self._local_heads, dim=1)
-        if context.rotary is not None:
-            q, k = self._rope(q, k, *context.rotary)
+        q, k, v, *gate = torch.split(heads, self._local_heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if (angles := self._angles(context)) is not None:
+            q, k = self._rope(q, k, *angles, self._interleaved)
         batch = context.batch
         uniform = batch.uniform
         cu_seqlens_k, max_seqlen_k = batch.cu_seqlens, batch.max_seqlen
@@ -92,6 +121,25 @@ class Attention(nn.Module):
             max_seqlen_k=max_seqlen_k,
             uniform=uniform,
             causal=True,
+            sinks=self.sinks,
+            **self._scores,
         )
+        if gate:
+            mixed = mixed * gate[0].sigmoid()
         out: Tensor = self.o(mixed.flatten(1))
         return out
+
+    def _angles(self, context: TokenContext) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of this layer's positions; None where it has none."""
+        if not self._turns:
+            return None
+        if self._is_local and context.rotary_local is not None:
+            return context.rotary_local
+        return context.rotary
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """The spec of `sinks`, global `<prefix>.sinks` [Q of all ranks]."""
+        if self.sinks is None:
+            return {}
+        named = {join(prefix, "sinks"): self._sinks}
+        return {"sinks": fused_spec(named, self._tp, init=self._init)}

@@ -25,7 +25,11 @@ class TokenBatch:
     Attention stays inside a document: `cu_seqlens` [N+1] int32 holds the bounds (FlashAttention's
     variable-length convention) and `max_seqlen` the longest, on the host so that no device
     synchronisation is needed. `uniform` = (B, S) says that all documents have length S.
-    `tokens`, `positions`, `labels` are [T] int64, `loss_mask` [T] floating.
+    `tokens`, `positions`, `labels` are [T] int64, `loss_mask` [T] floating. `axis_positions`
+    [T, A] int64 are positions in time, height and width for rotary positions in sections; without
+    them a token has its position on every axis.
+    `further_tokens` and `further_labels` [T, depths] int64 and `further_mask` [T, depths] are for
+    multi-token prediction, see `look_ahead`.
     `rows` [T] int64 names each token globally (sample id · S + position): dropout masks are a
     function of it, so that they do not depend on how the batch lies over ranks.
     `shares` = n says that this is one rank's share of every document, as `share` cuts it.
@@ -39,6 +43,10 @@ class TokenBatch:
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
     rows: Tensor | None = None
+    axis_positions: Tensor | None = None
+    further_tokens: Tensor | None = None
+    further_labels: Tensor | None = None
+    further_mask: Tensor | None = None
     shares: int = 1
 
     def __post_init__(self) -> None:
@@ -50,6 +58,12 @@ class TokenBatch:
                     f"{name} has shape {tuple(value.shape)} in a batch of {size} tokens: "
                     f"give one flat row of shape ({size},)"
                 )
+        axes = self.axis_positions
+        if axes is not None and (axes.dim() != 2 or axes.shape[0] != size):
+            raise ValueError(
+                f"axis_positions has shape {tuple(axes.shape)} in a batch of {size} tokens: "
+                f"give the axes of each token, [{size}, axes]"
+            )
         if self.uniform is not None and self.uniform[0] * self.uniform[1] != size:
             raise ValueError(f"uniform={self.uniform} does not describe {size} tokens")
 
@@ -112,7 +126,8 @@ class TokenBatch:
             tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
         for name, value in tensors.items():
             mine = split.take(padding.pad(value), rank)
-            tensors[name] = torch.cat([mine, mine.new_zeros(missing)]) if missing else mine
+            unused = mine.new_zeros(missing, *mine.shape[1:])
+            tensors[name] = torch.cat([mine, unused]) if missing else mine
         local = torch.tensor(split.local_bounds, dtype=torch.int32)
         uniform = self.uniform
         return replace(
@@ -122,6 +137,51 @@ class TokenBatch:
             max_seqlen=max((b - a for a, b in pairwise(split.local_bounds)), default=0),
             uniform=None if uniform is None or missing else (uniform[0], split.local_bounds[1]),
             shares=size,
+        )
+
+    def look_ahead(self, depths: int) -> Self:
+        """The same batch with what predicting `depths` further tokens needs.
+
+        In column k of `further_tokens` is the token k + 1 places on, and in that of
+        `further_labels` and `further_mask` its label and whether this counts: 0 where there is no
+        such token in the document, so that nothing is predicted across its end.
+
+        Raises:
+            ValueError: the batch has no labels, or is one of several shares: in the whole alone it
+                is known what comes next.
+        """
+        if self.shares > 1:
+            raise ValueError(
+                f"predicting further tokens needs look_ahead({depths}) before the batch is cut into "
+                f"{self.shares} shares"
+            )
+        if self.labels is None:
+            raise ValueError("predicting further tokens needs labels, and the batch has none")
+        places = torch.arange(self.num_tokens, device=self.tokens.device).unsqueeze(1)
+        ahead = places + torch.arange(1, depths + 1, device=self.tokens.device)
+        inside = ahead < self.cu_seqlens.long()[self.documents() + 1].unsqueeze(1)
+        ahead = ahead.masked_fill(~inside, 0)
+        mask = inside.to(torch.float32)
+        return replace(
+            self,
+            further_tokens=self.tokens[ahead].masked_fill(~inside, 0),
+            further_labels=self.labels[ahead].masked_fill(~inside, 0),
+            further_mask=mask if self.loss_mask is None else self.loss_mask[ahead] * inside,
+        )
+
+    def at_depth(self, depth: int) -> Self:
+        """The batch as it is at a depth of prediction: `look_ahead`'s columns are its tokens."""
+        assert self.further_tokens is not None, "look_ahead comes before"
+        assert self.further_labels is not None, "look_ahead comes before"
+        assert self.further_mask is not None, "look_ahead comes before"
+        return replace(
+            self,
+            tokens=self.further_tokens[:, depth],
+            labels=self.further_labels[:, depth],
+            loss_mask=self.further_mask[:, depth],
+            further_tokens=None,
+            further_labels=None,
+            further_mask=None,
         )
 
     @staticmethod
@@ -216,6 +276,23 @@ class KVCache(Protocol):
         """
         ...
 
+    def append(
+        self, layer: int, rows: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor, int]:
+        """Store what a layer keeps of each new token, whatever that is, and return all it has.
+
+        `extend` is this for keys and values; latent attention keeps what it makes them from.
+
+        Args:
+            layer: global layer index.
+            rows: of the new tokens, each [T, …].
+
+        Returns:
+            `(all_rows, cu_seqlens_k, max_seqlen_k)`: the rows of the batch's sequences in their
+            order, old before new, in the order of `rows`; their bounds and the longest.
+        """
+        ...
+
     def recall(self, layer: int) -> tuple[Tensor, ...] | None:
         """The states that this layer last kept of the batch's sequences, each [N, …].
 
@@ -232,7 +309,9 @@ class KVCache(Protocol):
 class TokenContext:
     """What a mixer or feed-forward may ask besides the hidden states, the same for all layers.
 
-    `rotary` = (cos, sin), each [T, D/2] fp32, `None` without rotary positions. `auxiliary` takes
+    `rotary` = (cos, sin), each [T, R/2] fp32 for the R channels of a head that turn, `None` without
+    rotary positions; `rotary_local` the same of local layers where they differ, `latent_rotary`
+    for the rotary channels of latent attention. `auxiliary` takes
     the losses of layers; `None` where nothing is trained. `rng` is the key of what else is random
     in this step, `None` without. `in_turns` asks a part that waits for messages to return `Steps`
     (`mcore_parallel.expert`), which yield meanwhile, in place of its output.
@@ -240,6 +319,8 @@ class TokenContext:
 
     batch: TokenBatch
     rotary: tuple[Tensor, Tensor] | None = None
+    rotary_local: tuple[Tensor, Tensor] | None = None
+    latent_rotary: tuple[Tensor, Tensor] | None = None
     cache: KVCache | None = None
     dropout: "ResidualDropout | None" = None
     auxiliary: "AuxiliaryLosses | None" = None

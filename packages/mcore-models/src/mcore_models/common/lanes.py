@@ -58,11 +58,17 @@ def _batch_of(batch: TokenBatch, bounds: Sequence[int], rows: slice) -> TokenBat
 
 
 def _context_of(context: TokenContext, batch: TokenBatch, rows: slice) -> TokenContext:
-    rotary, dropout = context.rotary, context.dropout
+    dropout = context.dropout
     return replace(
         context,
         batch=batch,
-        rotary=None if rotary is None else (rotary[0][rows], rotary[1][rows]),
+        rotary=_angles_of(context.rotary, rows),
+        rotary_local=_angles_of(context.rotary_local, rows),
+        latent_rotary=_angles_of(context.latent_rotary, rows),
         dropout=None if dropout is None else replace(dropout, rows=dropout.rows[rows]),
         in_turns=True,
     )
+
+
+def _angles_of(rotary: tuple[Tensor, Tensor] | None, rows: slice) -> tuple[Tensor, Tensor] | None:
+    return None if rotary is None else (rotary[0][rows], rotary[1][rows])

@@ -6,7 +6,7 @@ from torch import Tensor
 from mcore_models.common.moe.choice import shares_of
 from mcore_models.common.moe.router import Routing
 from mcore_models.common.moe.tokens import RoutedTokens
-from mcore_models.part_configs import BalanceScope, MoEConfig
+from mcore_models.parts import BalanceScope, MoEConfig
 
 BALANCE_LOSS = "moe_balance_loss"
 """The name of the load-balancing loss, summed over all layers."""

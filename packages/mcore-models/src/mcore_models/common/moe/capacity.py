@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_models.common.moe.router import Routing
 from mcore_models.common.moe.tokens import RoutedTokens
-from mcore_models.part_configs import MoEConfig
+from mcore_models.parts import MoEConfig
 from mcore_parallel import all_gather
 
 _NOWHERE = -1

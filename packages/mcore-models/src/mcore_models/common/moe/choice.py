@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_models.common.moe.tokens import RoutedTokens
-from mcore_models.part_configs import MoEConfig, ScoreFunction
+from mcore_models.parts import MoEConfig, ScoreFunction
 
 _SINKHORN_ROUNDS = 20
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.mlp import build_activation
 from mcore_models.config import ModelConfig
-from mcore_models.part_configs import MoEConfig
+from mcore_models.parts import MoEConfig
 from mcore_parallel import GradSync, Group, Init, ParamSpec
 from mcore_parallel.expert import (
     ExpertColumnLinear,

@@ -18,7 +18,7 @@ from mcore_models.common.moe.choice import (
 )
 from mcore_models.common.moe.tokens import RoutedTokens
 from mcore_models.config import ModelConfig
-from mcore_models.part_configs import MoEConfig
+from mcore_models.parts import MoEConfig
 from mcore_parallel import GradSync, Init, ParamSpec, RngKey, TensorLayout, counter_uniform
 
 

@@ -1,0 +1,22 @@
+"""The parts of a layer that have a configuration of their own, below `ModelConfig`."""
+
+from mcore_models.parts.attention import AttentionConfig
+from mcore_models.parts.delta_net import DeltaNetConfig
+from mcore_models.parts.latent import LatentAttentionConfig
+from mcore_models.parts.mamba import MambaConfig
+from mcore_models.parts.moe import TRAINING_FIELDS, BalanceScope, MoEConfig, ScoreFunction
+from mcore_models.parts.mtp import MTPConfig
+from mcore_models.parts.rope import RopeConfig
+
+__all__ = [
+    "TRAINING_FIELDS",
+    "AttentionConfig",
+    "BalanceScope",
+    "DeltaNetConfig",
+    "LatentAttentionConfig",
+    "MambaConfig",
+    "MTPConfig",
+    "MoEConfig",
+    "RopeConfig",
+    "ScoreFunction",
+]
