@@ -7,6 +7,7 @@ import pytest
 from mcore_parallel.cost import (
     SHAPES,
     AttentionShape,
+    DeltaNetShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
@@ -57,6 +58,12 @@ def test_flops_of_a_token_by_hand() -> None:
     products = 24 * (32 + 32 + 2 * 2 * 6 + 4) + 32 * 24 + 37 * 24
     by_token = 5 * 32 * 6 + 2 * 4 * (32 + 24)
     assert scan.flops_per_token(8) == scan.flops_per_token(800) == 6 * products + 3 * by_token
+    delta = DeltaNetShape(num_heads=4, key_heads=2, key_size=6, head_size=8, conv_width=4)
+    scan = ModelShape(hidden_size=24, vocab_size=37, layers=(LayerShape(parts=(delta,)),))
+    products = 24 * (2 * 12 + 32 + 32 + 2 * 4) + 32 * 24 + 37 * 24
+    by_token = 7 * 32 * 6 + 2 * 4 * (2 * 12 + 32)
+    assert scan.flops_per_token(8) == scan.flops_per_token(800) == 6 * products + 3 * by_token
+    assert shape_from_json(shape_to_json(scan)) == scan
 
 
 def test_a_further_prediction_costs_a_layer_and_a_head() -> None:

@@ -3,6 +3,7 @@
 from mcore_parallel.cost.architecture import (
     AttentionShape,
     Counts,
+    DeltaNetShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
@@ -24,6 +25,7 @@ __all__ = [
     "SHAPES",
     "AttentionShape",
     "Counts",
+    "DeltaNetShape",
     "Estimate",
     "ExpertsShape",
     "LayerShape",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from mcore_parallel.cost.architecture import (
     AttentionShape,
     ExpertsShape,
-    MambaShape,
     MLPShape,
     Part,
+    Recurrent,
 )
 from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Workload
@@ -49,7 +49,7 @@ def kept_by_part(part: Part, hidden: int, place: Place, work: Workload) -> float
         if not runtime.fused_attention and not again:
             pairs = place.micro_batch * place.seq_length**2 / place.cp
             kept += pairs * heads * (5 if runtime.dropout else 2)
-    elif isinstance(part, MambaShape):
+    elif isinstance(part, Recurrent):
         kept += tokens * (part.inner * 3 + part.conv_channels * 2) * _BF16 / tp
     elif isinstance(part, MLPShape):
         kept += _kept_inner(part, tokens / tp, inner)

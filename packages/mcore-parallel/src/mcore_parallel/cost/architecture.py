@@ -123,6 +123,47 @@ class MambaShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetShape:
+    """A gated delta net: num_heads heads with states of key_size x head_size, conv taps before."""
+
+    num_heads: int
+    key_heads: int
+    key_size: int
+    head_size: int
+    conv_width: int
+    vectors: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return self.inner + 2 * self.key_heads * self.key_size
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Return the weight matrices."""
+        rows = self.inner + self.conv_channels + 2 * self.num_heads
+        return Product(hidden, rows, "column"), Product(self.inner, hidden, "row")
+
+    @property
+    def scan_flops(self) -> int:
+        """Forward FLOPs of one token outside matrix products.
+
+        For each number of the states 1 to decay it, 2 to read what it says of the key, 2 to correct
+        that and 2 to read it; 2 for each tap and channel of the convolution. How a recurrence in
+        chunks does it is not counted.
+        """
+        return 7 * self.inner * self.key_size + 2 * self.conv_width * self.conv_channels
+
+
+Recurrent: TypeAlias = MambaShape | DeltaNetShape
+"""A mixer that keeps states of one size, however many tokens there were."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLPShape:
     """A feed-forward of inner width `width`; gated ones (SwiGLU) have two input matrices."""
 
@@ -175,7 +216,7 @@ class ExpertsShape:
         return sum(product.size for product in self.expert.products(self.inputs(hidden)))
 
 
-Part: TypeAlias = AttentionShape | MambaShape | MLPShape | ExpertsShape
+Part: TypeAlias = AttentionShape | Recurrent | MLPShape | ExpertsShape
 """A mixer or a feed-forward."""
 
 
@@ -322,7 +363,7 @@ class ModelShape:
         """The training FLOPs of a token that depend on no other token.
 
         6 for each active weight of a matrix product (2 forward, 4 backward); three times the
-        forward scan of Mamba layers. Nothing that is computed twice counts.
+        forward scan of recurrent layers. Nothing that is computed twice counts.
         """
         further = 0
         if self.predictions:
@@ -332,7 +373,7 @@ class ModelShape:
             n * part.scan_flops
             for layer, n in self.kinds
             for part in layer.parts
-            if isinstance(part, MambaShape)
+            if isinstance(part, Recurrent)
         )
         return 6.0 * (self.active_matmul_parameters + self.predictions * further) + 3.0 * scans
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from mcore_parallel.cost.architecture import (
     AttentionShape,
+    DeltaNetShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
@@ -34,6 +35,7 @@ from mcore_parallel.cost.shapes import shape
 _KINDS = {
     "attention": AttentionShape,
     "mamba": MambaShape,
+    "delta_net": DeltaNetShape,
     "mlp": MLPShape,
     "experts": ExpertsShape,
 }

@@ -12,19 +12,27 @@ from mcore_parallel.context.kinds import ContextKind
 from mcore_parallel.cost.activations import kept_by_norm, kept_by_part
 from mcore_parallel.cost.architecture import (
     AttentionShape,
+    DeltaNetShape,
     ExpertsShape,
     LayerShape,
     MambaShape,
     MLPShape,
     Part,
     Product,
+    Recurrent,
 )
 from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Workload
 
 _BF16 = 2.0
-_NAMES = {AttentionShape: "attention", MambaShape: "mamba", MLPShape: "mlp", ExpertsShape: "moe"}
+_NAMES = {
+    AttentionShape: "attention",
+    MambaShape: "mamba",
+    DeltaNetShape: "delta_net",
+    MLPShape: "mlp",
+    ExpertsShape: "moe",
+}
 
 
 class Times(NamedTuple):
@@ -107,7 +115,7 @@ def layer_cost(
             part_passes = part_passes.plus(_product(product, place, work))
         if isinstance(part, AttentionShape):
             part_passes = part_passes.plus(_attention(part, place, work, kind))
-        elif isinstance(part, MambaShape):
+        elif isinstance(part, Recurrent):
             part_passes = part_passes.plus(_scan(part, place))
         elif isinstance(part, ExpertsShape):
             part_passes = part_passes.plus(_experts(part, hidden, place, work))
@@ -301,7 +309,7 @@ def _context(
     return forward, backward
 
 
-def _scan(part: MambaShape, place: Place) -> Passes:
+def _scan(part: Recurrent, place: Place) -> Passes:
     """Convolution and scan: sweeps over the channels, states of a chunk staying on the chip."""
     moved = place.tokens * (4 * part.conv_channels + 6 * part.inner) * _BF16 / place.tp
     forward = place.machine.stream(moved) + 6 * place.machine.kernel

@@ -11,9 +11,9 @@ from mcore_parallel.context.kinds import ContextKind, check_context_attention, p
 from mcore_parallel.cost.architecture import (
     AttentionShape,
     LayerShape,
-    MambaShape,
     MLPShape,
     ModelShape,
+    Recurrent,
 )
 from mcore_parallel.cost.data import data_parallel_time, optimizer_time
 from mcore_parallel.cost.layer import (
@@ -236,7 +236,7 @@ def check_fit(shape: ModelShape, config: ParallelConfig) -> None:
     """Check that heads, widths and experts can be cut as the layout says; ValueError."""
     etp, experts = config.etp or config.tp, False
     for part in (part for layer, _ in shape.kinds for part in layer.parts):
-        if isinstance(part, AttentionShape | MambaShape):
+        if isinstance(part, AttentionShape | Recurrent):
             _check_cut("heads", part.num_heads, "tp", config.tp)
             if isinstance(part, AttentionShape) and config.cp > 1:
                 for kind in set(parse_kinds(config.context_kind)):

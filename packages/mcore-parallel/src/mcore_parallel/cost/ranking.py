@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.cost.architecture import (
     AttentionShape,
+    DeltaNetShape,
     ExpertsShape,
     MambaShape,
     MLPShape,
@@ -80,7 +81,10 @@ def rank(
 def ladder(shape: ModelShape) -> tuple[str, ...]:
     """Return recomputations of which each saves more memory and costs more time than the last."""
     parts = [part for layer, _ in shape.kinds for part in layer.parts]
-    names = ((MLPShape, "mlp"), (ExpertsShape, "moe"), (MambaShape, "mamba"))
+    names = (
+        *((MLPShape, "mlp"), (ExpertsShape, "moe")),
+        *((MambaShape, "mamba"), (DeltaNetShape, "delta_net")),
+    )
     whole = [name for kind, name in names if any(isinstance(part, kind) for part in parts)]
     return "none", "norm", "+".join(["norm", *whole]), "full"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 Dispatch: TypeAlias = Literal["all-to-all", "by-node"]
-RECOMPUTED = ("core_attn", "norm", "act", "up", "mlp", "moe", "mamba")
+RECOMPUTED = ("core_attn", "norm", "act", "up", "mlp", "moe", "mamba", "delta_net")
 """Parts that `Workload.recompute` can name."""
 
 _FORMATS = ("bf16", "fp8")
@@ -79,7 +79,7 @@ class Workload:
     recompute: what the backward pass computes again: "none", "full" (every layer from its input),
     or parts joined by "+": "core_attn" (attention between its projections), "norm" and "act"
     (outputs of norms and of activations), "up" (projections up from latent queries, keys and
-    values), and whole "mlp", "moe" and "mamba".
+    values), and whole "mlp", "moe", "mamba" and "delta_net".
     """
 
     batch: int

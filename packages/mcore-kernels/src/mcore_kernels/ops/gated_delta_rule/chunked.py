@@ -50,7 +50,7 @@ def gated_delta_rule(
 
     def of_heads(x: Tensor) -> Tensor:
         """[T, h, …] to [R, C, K, r, L, …]; rows of padding are zero and change no state."""
-        return grid.deal(x.to(wide)).transpose(2, 3).unflatten(2, (keys, share))
+        return _grouped(grid.deal(x.to(wide)).transpose(2, 3), keys)
 
     # [R, C, K, 1, L, D]
     q, k = (grid.deal(x.to(wide)).transpose(2, 3).unsqueeze(3) for x in (q, k))
@@ -71,11 +71,16 @@ def gated_delta_rule(
         return kept[:, c] * state + left[:, c].transpose(-1, -2) @ written[-1]
 
     nothing = v.new_zeros(grid.lines, keys, share, k.shape[-1], v.shape[-1])
-    initial = None if initial_states is None else initial_states.unflatten(1, (keys, share))
+    initial = None if initial_states is None else _grouped(initial_states, keys, 1)
     before, states = carry(grid, step, nothing, initial)
     y = (q * entering) @ before + ((q @ k.transpose(-1, -2)) * decay) @ torch.stack(written, 1)
     y = (scale * y).flatten(2, 3).transpose(2, 3)
     return rounded(grid.collect(y), dtype), states.flatten(1, 2)
+
+
+def _grouped(x: Tensor, keys: int, dim: int = 2) -> Tensor:
+    """x with its heads, which are `dim`, by the key head that they read: […, K, r, …]."""
+    return x.reshape(*x.shape[:dim], keys, x.shape[dim] // keys, *x.shape[dim + 1 :])
 
 
 def _decay(total: Tensor) -> Tensor:
