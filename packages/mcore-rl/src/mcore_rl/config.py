@@ -101,6 +101,18 @@ class RolloutBatchConfig(BatchConfig):
     global_size: int = 64
     micro_size: int = 64
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("ramp", "sizes"):
+            _require(
+                getattr(self, name) is None,
+                f"batch.{name} is for batches of data: a step always plays global_size rollouts",
+            )
+        _require(
+            self.last == "join",
+            f"batch.last={self.last} is for epochs of data: tasks never end",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLogConfig(LogConfig):

@@ -51,6 +51,10 @@ class Tasks:
             first, self.taken = self.taken, self.taken + per_step
             yield [training_task(self.config.seed, i) for i in range(first, self.taken)]
 
+    def after(self, consumed: int) -> int:
+        """Return the rollouts taken after the step that follows `consumed`."""
+        return consumed + self.config.batch.global_size
+
     def counters(self, consumed: int) -> Mapping[str, float]:
         """Return nothing: there is one source of tasks."""
         return {}

@@ -8,10 +8,12 @@ has been checked as a whole: nothing is built from one that is wrong.
 import difflib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from mcore_data import BatchRamp, BatchSteps
 from mcore_kernels import KernelConfig
 from mcore_models import ModelConfig
 from mcore_models.common.recompute import RecomputeConfig
@@ -21,6 +23,7 @@ Precision = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
 OptimizerKind = Literal["adamw", "sgd"]
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
+LastBatch = Literal["join", "drop", "pad"]
 
 _ADDRESS: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")  # a path has lost the second stroke
 
@@ -109,14 +112,48 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Samples per optimizer step (over all replicas) and per forward pass of one replica."""
+    """Samples per optimizer step (over all replicas) and per forward pass of one replica.
+
+    `ramp` lets the step grow to `global_size` evenly over the samples consumed, `sizes` at given
+    numbers of them (`mcore_data.BatchRamp`, `mcore_data.BatchSteps`); the learning rate stays a
+    function of the step. `last` says what becomes of the end of an epoch that does not fill a
+    batch: `join` goes on into the next epoch, `drop` leaves it out, `pad` fills up with rows
+    without loss. Files of a blend have epochs of their own, and always join.
+    """
 
     global_size: int = 4
     micro_size: int = 4
+    ramp: BatchRamp | None = None
+    sizes: BatchSteps | None = None
+    last: LastBatch = "join"
 
     def __post_init__(self) -> None:
         for name in ("global_size", "micro_size"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _require(
+            self.ramp is None or self.sizes is None,
+            "batch.ramp and batch.sizes: each says how the batch grows, give one",
+        )
+        self.possible_sizes()
+
+    @property
+    def growth(self) -> BatchRamp | BatchSteps | None:
+        """How the batch comes to its final size; None: it has that from the start."""
+        return self.sizes if self.ramp is None else self.ramp
+
+    def possible_sizes(self) -> Sequence[int]:
+        """The sizes that a batch may have; ValueError when the growth does not end there."""
+        growth = self.growth
+        return [self.global_size] if growth is None else growth.sizes(self.global_size)
+
+    def samples(self, steps: int) -> int:
+        """The samples that so many steps of a run take."""
+        growth, taken = self.growth, 0
+        if growth is None:
+            return steps * self.global_size
+        for _ in range(steps):
+            taken += growth.size(taken, self.global_size)
+        return taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,13 +326,19 @@ class TrainConfig:
         parallel = self.parallel.resolve(world_size)
         assert parallel.dp is not None
         unit = self.batch.micro_size * parallel.dp
-        size = self.batch.global_size
-        if size % unit:
+        final = self.batch.global_size
+        for size in (final, *self.batch.possible_sizes()):
+            if size % unit == 0:
+                continue
             below = size // unit * unit
             near = f"{below} or {below + unit}" if below else str(unit)
+            name, advice = f"batch.global_size={size}", f"global_size {near}"
+            if size != final:
+                name = f"the size {size} on the way to batch.global_size={final}"
+                advice = near
             raise ValueError(
-                f"batch.global_size={size} is not a multiple of batch.micro_size="
-                f"{self.batch.micro_size} x dp={parallel.dp} = {unit}: use global_size {near}"
+                f"{name} is not a multiple of batch.micro_size="
+                f"{self.batch.micro_size} x dp={parallel.dp} = {unit}: use {advice}"
             )
         if self.model.num_layers < parallel.pp and parallel.stage_layers is None:
             raise ValueError(
@@ -303,12 +346,15 @@ class TrainConfig:
                 f"use pp {self.model.num_layers} or less"
             )
         parallel.place_layers(self.model.num_layers)
-        return WorldPlan(parallel=parallel, micro_batches=size // unit)
+        return WorldPlan(parallel=parallel, micro_batches=final // unit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPlan:
-    """What a config becomes on a world of a given size."""
+    """What a config becomes on a world of a given size.
+
+    `micro_batches` are those of a replica and step, when the batch has its final size.
+    """
 
     parallel: ParallelConfig
     micro_batches: int

@@ -97,6 +97,10 @@ class ReplicaData:
             return {}
         return {f"samples/{name}": count for name, count in sampler.counts(consumed).items()}
 
+    def after(self, consumed: int) -> int:
+        """Return the samples consumed after the step that follows `consumed`."""
+        return self.loader.sampler.after(consumed)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 

@@ -60,6 +60,10 @@ class DataSource(Protocol):
         """Go on where `state_dict` was taken; ValueError when that is not possible."""
         ...
 
+    def after(self, consumed: int) -> int:
+        """Return the samples consumed after the step that follows `consumed`."""
+        ...
+
     def counters(self, consumed: int) -> Mapping[str, float]:
         """Return numbers for the logs after `consumed` samples, by name, the same on every rank."""
         ...

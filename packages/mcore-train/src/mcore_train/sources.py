@@ -24,7 +24,7 @@ from mcore_data import (
     document_ranges,
     load_tokenizer,
 )
-from mcore_train.config import DataConfig, TrainConfig
+from mcore_train.config import BatchConfig, DataConfig, TrainConfig
 
 MOCK_SAMPLES = 1 << 20
 _TRAIN, _VALIDATION = 0, 1
@@ -87,7 +87,15 @@ def _mock(config: TrainConfig) -> Datasets:
 
 
 def _shuffled(config: TrainConfig, source: SampleSource) -> BatchSampler:
-    return BatchSampler(len(source), config.batch.global_size, config.seed, shuffle=True)
+    batch = config.batch
+    return BatchSampler(
+        len(source),
+        batch.global_size,
+        config.seed,
+        shuffle=True,
+        last=batch.last,
+        ramp=batch.growth,
+    )
 
 
 def corpus_of(data: DataConfig) -> Corpus:
@@ -153,12 +161,12 @@ def _schedule(config: TrainConfig, blend: Blend) -> WeightSchedule | None:
             )
         return WeightSchedule.read(config.data.weights, blend.names())
     if blend.counts is not None:
-        wanted, there = config.steps * config.batch.global_size, sum(blend.counts)
+        wanted, there = config.batch.samples(config.steps), sum(blend.counts)
         if wanted > there:
             raise ValueError(
                 f"the counts of the training blend sum to {there} samples, steps={config.steps} x "
                 f"batch.global_size={config.batch.global_size} take {wanted}: use steps "
-                f"{there // config.batch.global_size} or less"
+                f"{_steps_of(config.batch, there)} or less"
             )
         return WeightSchedule.constant(blend.counts)
     return None if blend.weights is None else WeightSchedule.constant(blend.weights)
@@ -170,6 +178,11 @@ def _training(
     if not _is_blend(config.data, blend):
         source = files.samples(blend.prefixes[0], _TRAIN)
         return source, _shuffled(config, source)
+    if config.batch.last != "join":
+        raise ValueError(
+            f"batch.last={config.batch.last} is for one file: those of a blend end their epochs at "
+            "different samples, use join"
+        )
     # Those of weight 0 too: what a run has drawn from them before must still be known.
     sources = [files.samples(prefix, _TRAIN) for prefix in blend.prefixes]
     lengths = dict(zip(blend.names(), map(len, sources), strict=True))
@@ -178,8 +191,20 @@ def _training(
         _schedule(config, blend) or list(lengths.values()),
         config.batch.global_size,
         config.seed,
+        ramp=config.batch.growth,
     )
     return JoinedDataset(sources), sampler
+
+
+def _steps_of(batch: BatchConfig, samples: int) -> int:
+    """The most steps that take at most so many samples."""
+    growth = batch.growth
+    if growth is None:
+        return samples // batch.global_size
+    steps = taken = 0
+    while (taken := taken + growth.size(taken, batch.global_size)) <= samples:
+        steps += 1
+    return steps
 
 
 class _Files:

@@ -110,11 +110,17 @@ class Step:
     def __init__(self, session: Session, loss: StageLoss = GPT.loss) -> None:
         self.session = session
         self.loss = loss
-        self.schedule = pipeline_schedule(session.mesh, session.plan.micro_batches)
+        self.schedules: dict[int, Schedule] = {}
         self.loads = ExpertLoads()
         self.weight_gradients = None
-        if self.schedule.splits_backward:
+        if self.schedule(session.plan.micro_batches).splits_backward:
             self.weight_gradients = DeferredGradients(session.model.parameters())
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The pipeline schedule of a step of so many micro-batches: a batch may grow."""
+        if micro_batches not in self.schedules:
+            self.schedules[micro_batches] = pipeline_schedule(self.session.mesh, micro_batches)
+        return self.schedules[micro_batches]
 
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> Accumulated:
         """Leave the gradient of the whole global batch in the buckets."""
@@ -127,13 +133,14 @@ class Step:
         def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
             return self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
 
+        schedule = self.schedule(len(batches))
         session.buckets.zero()
         outputs = run_schedule(
-            self.schedule[mesh.pp.rank],
+            schedule[mesh.pp.rank],
             chunk_functions(model, mesh, loss, rng=rng, auxiliary=auxiliary),
             batches,
             session.channel,
-            line=self.schedule.line,
+            line=schedule.line,
             around=self._around,
             weight_gradients=self.weight_gradients,
         )
@@ -148,8 +155,8 @@ class Step:
 
     def _around(self, action: Action, last: bool) -> AbstractContextManager[object]:
         """Tell the buckets which actions bring last gradients."""
-        session, line = self.session, self.schedule.line
-        if line.zigzag and session.config.model.tied_embeddings:
+        session = self.session
+        if session.mesh.config.line.zigzag and session.config.model.tied_embeddings:
             # Both chunks of a stage may bring gradients of the embedding.
             last = last and action.chunk == 0
         return session.buckets.around(action, last)

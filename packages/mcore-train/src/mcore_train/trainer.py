@@ -64,7 +64,7 @@ class Trainer:
                     stop=self.stop_requested,
                 )
                 self.progress.step += 1
-                self.progress.consumed += self.config.batch.global_size
+                self.progress.consumed = self.session.data.after(self.progress.consumed)
                 agreed = metrics.stop
                 counters = self.session.data.counters(self.progress.consumed)
                 metrics = dataclasses.replace(metrics, extra={**metrics.extra, **counters})

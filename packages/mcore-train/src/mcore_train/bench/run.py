@@ -96,6 +96,8 @@ def bench(
         ValueError: config, world and data do not fit together.
     """
     options = options or BenchOptions()
+    if config.batch.growth is not None:
+        raise ValueError("batch.ramp and batch.sizes: the steps of a benchmark are of one size")
     if nproc is None or nproc == 1:
         return bench_rank(config_to_tree(config), options)
     if launched_by_torchrun():
