@@ -4,18 +4,16 @@ T tokens, H hidden, I inner width, G groups, N state size, h heads of P channels
 convolution; I, G and h are those of this rank, B documents.
 """
 
-from dataclasses import dataclass
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_kernels import accumulation_dtype
-from mcore_models.common.batch import TokenBatch, TokenContext
+from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.causal_conv import CausalConv, Documents
 from mcore_models.config import ModelConfig
-from mcore_models.part_configs import MambaConfig
+from mcore_models.parts import MambaConfig
 from mcore_parallel import Init, ParamSpec, copy_to_group, reduce_from_group
 from mcore_parallel.context import HeadExchange
 from mcore_parallel.spec import join
@@ -65,7 +63,9 @@ class Mamba2(nn.Module):
             device=build.device,
             dtype=build.dtype,
         )
-        self.conv = CausalConv(mamba, build)
+        group = Part("group", groups, state)
+        convolved = {"x_conv": Part("x", heads, size), "b_conv": group, "c_conv": group}
+        self.conv = CausalConv(convolved, mamba.conv_width, bias=mamba.conv_bias, build=build)
         # Rounded to 16 bits, the decay of long memories would be another.
         wide = accumulation_dtype(build.dtype)
         blank = torch.empty(heads // build.tp.size, dtype=wide, device=build.device)
@@ -97,7 +97,7 @@ class Mamba2(nn.Module):
         rows: Tensor = self.in_proj(hidden)
         inner, _, grouped, _, heads = self.in_proj.local_sizes
         z, mixed, dt = torch.split(rows, [inner, inner + 2 * grouped, heads], dim=-1)
-        documents = _Documents.of(context.batch)
+        documents = Documents.of(context.batch)
         if self._exchange.group.size == 1:
             y = self._mix(mixed, dt, documents, context)
         else:
@@ -106,7 +106,7 @@ class Mamba2(nn.Module):
         return out
 
     def _mix_shares(
-        self, mixed: Tensor, dt: Tensor, documents: "_Documents", context: TokenContext
+        self, mixed: Tensor, dt: Tensor, documents: Documents, context: TokenContext
     ) -> Tensor:
         """The same as `_mix` where each rank has a share of every document."""
         exchange, count = self._exchange, mixed.shape[0]
@@ -114,16 +114,13 @@ class Mamba2(nn.Module):
         x, b, c = torch.split(mixed, [inner, grouped, grouped], dim=-1)
         sizes = (self.config.head_dim, self.config.state_size, self.config.state_size, 1)
         parts = [p.reshape(count, -1, size) for p, size in zip((x, b, c, dt), sizes, strict=True)]
-        bounds = documents.cu_seqlens
-        wide = exchange.widen((bounds, bounds), documents.uniform, (count, count), mixed.device)
-        longest = documents.max_seqlen * exchange.group.size
-        documents = _Documents(wide.cu_seqlens, longest, wide.uniform)
+        wide, documents = documents.widen(exchange, count)
         *parts, dt = (part.flatten(1) for part in exchange.to_heads(parts, wide))
         y = self._mix(torch.cat(parts, 1), dt, documents, context)
         return exchange.to_rows(y, wide)
 
     def _mix(
-        self, mixed: Tensor, dt: Tensor, documents: "_Documents", context: TokenContext
+        self, mixed: Tensor, dt: Tensor, documents: Documents, context: TokenContext
     ) -> Tensor:
         """Convolution and scan of whole documents, for the heads and groups that are here.
 
@@ -178,94 +175,6 @@ class Mamba2(nn.Module):
             name: fused_spec({join(prefix, name): heads}, self._group, init=init)
             for name, init in inits.items()
         }
-
-
-@dataclass(frozen=True)
-class _Documents:
-    """The bounds of documents, as operators take them."""
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    uniform: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, batch: TokenBatch) -> Self:
-        return cls(batch.cu_seqlens, batch.max_seqlen, batch.uniform)
-
-
-class CausalConv(nn.Module):
-    """The convolution over x, B and C, each cut as its projection is.
-
-    Weight [I + 2·G·N, W] is uniform within ± 1 / sqrt(W), the bias starts at 0. Called with the
-    heads and groups that `exchange` gives this rank, it takes the rows of the weight for these.
-    """
-
-    def __init__(self, mamba: MambaConfig, build: BuildContext) -> None:
-        super().__init__()
-        group = Part("group", mamba.num_groups, mamba.state_size)
-        self._parts = {
-            "x_conv": Part("x", mamba.num_heads, mamba.head_dim),
-            "b_conv": group,
-            "c_conv": group,
-        }
-        self._group = build.tp
-        channels = sum(part.local_features(build.tp.size) for part in self._parts.values())
-        weight = torch.empty(channels, mamba.conv_width, dtype=build.dtype, device=build.device)
-        self.weight = nn.Parameter(weight)
-        self.bias: nn.Parameter | None
-        if mamba.conv_bias:
-            self.bias = nn.Parameter(weight.new_empty(channels))
-        else:
-            self.register_parameter("bias", None)
-        self._conv = build.kernels.causal_conv1d
-        self._exchange = build.shared(HeadExchange, lambda: HeadExchange(build.mesh.cp))
-
-    def forward(
-        self, rows: Tensor, documents: _Documents, before: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """silu of the convolution [T, I + 2·G·N], and the last W-1 inputs of each document.
-
-        `before` [B, W-1, I + 2·G·N] are the inputs before the batch's.
-        """
-        return self._conv(
-            rows,
-            self._mine(self.weight),
-            None if self.bias is None else self._mine(self.bias),
-            cu_seqlens=documents.cu_seqlens,
-            uniform=documents.uniform,
-            initial_states=before,
-            silu=True,
-        )
-
-    def _mine(self, parameter: Tensor) -> Tensor:
-        """The rows of the weight or bias for the channels that are here."""
-        if self._exchange.group.size == 1:
-            return parameter
-        sizes = [part.local_features(self._group.size) for part in self._parts.values()]
-        return torch.cat(
-            [
-                self._exchange.my_heads(piece.view(-1, part.unit_size, *piece.shape[1:])).flatten(
-                    0, 1
-                )
-                for piece, part in zip(
-                    torch.split(parameter, sizes), self._parts.values(), strict=True
-                )
-            ]
-        )
-
-    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
-        """The specs of `weight` and `bias`: `{x,b,c}_conv` replaces the last part of `prefix`."""
-        parent, width = prefix.rpartition(".")[0], self.weight.shape[1]
-
-        def spec(kind: str, columns: tuple[int, ...], init: Init) -> ParamSpec:
-            named = {join(parent, f"{name}.{kind}"): part for name, part in self._parts.items()}
-            return fused_spec(named, self._group, columns, init=init)
-
-        bound = width**-0.5
-        specs = {"weight": spec("weight", (width,), Init(kind="uniform", low=-bound, high=bound))}
-        if self.bias is not None:
-            specs["bias"] = spec("bias", (), Init(kind="zeros"))
-        return specs
 
 
 class GatedRMSNorm(nn.Module):
