@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
-from mcore_models.config import ModelConfig
+from mcore_models.config import GATES, ModelConfig
 from mcore_parallel import Init
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
 
@@ -15,8 +15,8 @@ from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
 class MLP(nn.Module):
     """down(act(up(x))): [T, H] to [T, H], split over the inner width F.
 
-    SwiGLU (Shazeer, 2020) computes silu(gate(x)) · up(x) from one fused weight, whose global names
-    are `mlp.gate.weight` and `mlp.up.weight`. Communicates over the tensor-parallel group.
+    Gated activations (Shazeer, 2020) compute f(gate(x)) · up(x) from one fused weight, whose global
+    names are `mlp.gate.weight` and `mlp.up.weight`. Communicates over the tensor-parallel group.
     """
 
     parallel = True
@@ -25,16 +25,17 @@ class MLP(nn.Module):
         super().__init__()
         width = config.mlp_size
         init = Init(kind="normal", std=config.init_std)
-        gated = config.activation == "swiglu"
-        parts = (Part("gate", width), Part("up", width)) if gated else (Part("up", width),)
-        self._enter = "gate_up" if gated else "up"
+        parts = [Part("up", width)]
+        if config.gated:
+            parts.insert(0, Part("gate", width))
+        self._enter = "gate_up" if config.gated else "up"
         self.add_module(
             self._enter,
             ColumnParallelLinear(
                 config.hidden_size,
                 parts=parts,
                 group=build.tp,
-                bias=config.linear_bias,
+                bias=config.ffn_bias,
                 sequence_parallel=build.sequence_parallel,
                 linear=build.kernels.linear,
                 init=init,
@@ -46,7 +47,7 @@ class MLP(nn.Module):
             width,
             config.hidden_size,
             group=build.tp,
-            bias=config.linear_bias,
+            bias=config.ffn_bias,
             sequence_parallel=build.sequence_parallel,
             linear=build.kernels.linear,
             init=Init(kind="normal", std=config.output_init_std),
@@ -64,7 +65,13 @@ class MLP(nn.Module):
 
 def build_activation(config: ModelConfig, build: BuildContext) -> Callable[[Tensor], Tensor]:
     """The activation that `config` names; a gated one takes [gate | up] and halves the width."""
-    if config.activation == "swiglu":
+    name, limit, offset = config.activation, config.glu_limit, config.glu_offset
+    if name == "swiglu" and limit is None and not offset:
         return build.kernels.swiglu
-    approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-    return partial(build.kernels.gelu, approximate=approximate)
+    if config.gated:
+        glu = build.kernels.glu
+        return partial(glu, activation=GATES[name], limit=limit, offset=offset)
+    if name in {"gelu", "gelu_tanh"}:
+        approximate = "tanh" if name == "gelu_tanh" else "none"
+        return partial(build.kernels.gelu, approximate=approximate)
+    return partial(build.kernels.activation, activation=name)

@@ -34,9 +34,10 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig, build: BuildContext) -> None:
         super().__init__()
         width, hidden = moe.expert_ffn_size, moe.latent_size or config.hidden_size
-        gated = config.activation == "swiglu"
-        parts = (Part("gate", width), Part("up", width)) if gated else (Part("up", width),)
-        self._enter = "gate_up" if gated else "up"
+        parts = [Part("up", width)]
+        if config.gated:
+            parts.insert(0, Part("gate", width))
+        self._enter = "gate_up" if config.gated else "up"
         linear = build.kernels.grouped_linear
         enter = ExpertColumnLinear(
             moe.num_experts,
@@ -44,7 +45,7 @@ class Experts(nn.Module):
             parts,
             ep=build.mesh.ep,
             etp=build.mesh.etp,
-            bias=config.linear_bias,
+            bias=config.expert_bias,
             linear=linear,
             init=Init(kind="normal", std=config.init_std),
             device=build.device,
@@ -57,7 +58,7 @@ class Experts(nn.Module):
             hidden,
             ep=build.mesh.ep,
             etp=build.mesh.etp,
-            bias=config.linear_bias,
+            bias=config.expert_bias,
             linear=linear,
             init=Init(kind="normal", std=config.output_init_std),
             device=build.device,
