@@ -138,3 +138,64 @@ def test_keep_last_must_be_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep_last is 0; nearest valid: 1"):
         save(tmp_path, 1, keep_last=0)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep_every": 4}, [4, 8, 10]),
+        ({"keep_every": 4, "keep_last": 3}, [4, 8, 9, 10]),
+        ({"keep_every": 5, "keep_last": 1}, [5, 10]),
+        ({"keep_last": 20, "keep_every": 20}, list(range(1, 11))),
+    ],
+)
+def test_keep_every(tmp_path: Path, options: dict[str, int], kept: list[int]) -> None:
+    """The same steps, whether saving removes the others one by one or prune does so at the end."""
+    tensors = {"w": LayoutTensor(torch.zeros(3), TensorLayout.whole("model/w", (3,)))}
+    for step in range(1, 11):
+        mcore_ckpt.save(tmp_path / "all", step=step, tensors=tensors)
+        mcore_ckpt.save(tmp_path / "few", step=step, tensors=tensors, **options)
+    expected = [step_name(step) for step in kept]
+    assert names(tmp_path / "few") == expected
+    (tmp_path / "all" / "step_00000099").mkdir()  # another process may be writing this one
+    told = mcore_ckpt.prune(tmp_path / "all", dry_run=True, **options)
+    assert len(names(tmp_path / "all")) == 11
+    assert mcore_ckpt.prune(tmp_path / "all", **options) == told
+    assert names(tmp_path / "all") == [*expected, "step_00000099"]
+    gone = [path.name for path in told.removed]
+    assert gone == [step_name(step) for step in range(1, 11) if step not in kept]
+    assert mcore_ckpt.prune(tmp_path / "all", **options).removed == ()
+
+
+def test_prune_goes_by_a_whole_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step_00000003" / "model" / "w" / "c.0").write_bytes(b"short")
+    with pytest.raises(mcore_ckpt.CheckpointError, match=r"00003 is damaged, so .*c\.0"):
+        mcore_ckpt.prune(tmp_path, keep_last=1)
+    assert len(names(tmp_path)) == 3
+    assert len(mcore_ckpt.prune(tmp_path, keep_last=1, scan="none").removed) == 2
+    with pytest.raises(ValueError, match="say what to keep"):
+        mcore_ckpt.prune(tmp_path)
+    with pytest.raises(ValueError, match="keep_every is 0; nearest valid: 1"):
+        mcore_ckpt.prune(tmp_path, keep_every=0)
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        mcore_ckpt.prune(tmp_path / "nowhere", keep_last=1)
+
+
+class Racing(LocalStorage):
+    """A storage in which somebody else removes the same checkpoints, a moment earlier."""
+
+    def rename(self, old: str, new: str) -> None:
+        if old.endswith("COMMIT"):
+            super().rename(old, new)
+        super().rename(old, new)
+
+
+def test_prune_beside_a_run_that_prunes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    mcore_ckpt.prune(tmp_path, keep_last=1, storage=Racing(tmp_path))
+    assert mcore_ckpt.latest(tmp_path) == tmp_path / "step_00000003"
+    save(tmp_path, 4, keep_last=1)
+    assert names(tmp_path) == ["step_00000004"]

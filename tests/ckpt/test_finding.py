@@ -1,15 +1,18 @@
 """Finding a checkpoint: rank 0 looks, and all ranks get the same answer or the same error."""
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mcore_ckpt
 from mcore_parallel.group import Group
+from mcore_parallel.layout import LayoutTensor, TensorLayout
 from mcore_parallel.testing import RankPool
 
 
@@ -113,3 +116,45 @@ def test_ranks_with_different_views_agree(ranks: RankPool, tmp_path: Path) -> No
             assert found.startswith(kind), found
             assert part in found, found
     assert all("rank 0 of 2" in found for found in by_rank[1][6:])
+
+
+def test_damage_is_found_by_a_scan_and_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    """A chunk cut short, a chunk with a flipped bit, a manifest: each by the scan that sees it."""
+    layout = TensorLayout.whole("model/w", (3,))
+    tensors = {"w": LayoutTensor(torch.ones(3), layout)}
+    paths = [mcore_ckpt.save(tmp_path, step=step, tensors=tensors) for step in range(1, 6)]
+    damage_manifest(paths[4])
+    chunk = paths[3] / "model" / "w" / "c.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    chunk = paths[2] / "model" / "w" / "c.0"
+    chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
+    (paths[1] / "model" / "zarr.json").unlink()
+    found = ranks.run(scan_levels, 2, tmp_path, paths[3])
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0][:2]] == [3, 1]  # quick, full
+    none, itself, unknown = (text for _, text in found[0][2:])
+    assert "manifest.json" in none
+    assert "c.0 has" in itself
+    assert "scan is 'deep'; it is 'none', 'quick' or 'full'" in unknown
+    damage_manifest(paths[0])
+    with (
+        pytest.warns(RuntimeWarning, match="passing over|passed over"),
+        pytest.raises(mcore_ckpt.CheckpointError, match="every checkpoint there is damaged"),
+    ):
+        mcore_ckpt.find(tmp_path, scan="full")
+
+
+def scan_levels(folder: Path, one: Path) -> list[tuple[int, str]]:
+    group = Group.world()
+    results: list[tuple[int, str]] = []
+    asked: list[tuple[Path, Any]] = [(folder, "quick"), (folder, "full"), (folder, "none")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for path, scan in [*asked, (one, "quick"), (folder, "deep")]:
+            try:
+                found = mcore_ckpt.find(path, group, scan=scan)
+                assert found is not None
+                results.append((found.step, ""))
+            except (mcore_ckpt.CheckpointError, ValueError) as error:
+                results.append((-1, str(error)))
+    return results

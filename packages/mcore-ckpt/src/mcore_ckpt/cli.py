@@ -7,6 +7,8 @@ import json
 import re
 import sys
 
+from mcore_ckpt.commands import prune
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status.
@@ -39,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare every byte with the checksums")
     verify.add_argument("directory", metavar="DIR", help=where)
     verify.set_defaults(run=_verify)
+
+    prune.add(commands)
 
     convert = commands.add_parser(
         "convert",

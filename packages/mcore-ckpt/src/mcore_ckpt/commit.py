@@ -14,6 +14,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -120,12 +121,15 @@ def _status(storage: Readable, name: str) -> Status:
     return Status.FOREIGN
 
 
-def newest(storage: Readable) -> StepDirectory | None:
+def newest(storage: Readable, without: Sequence[str] = ()) -> StepDirectory | None:
     """Return the newest committed checkpoint of a storage, None when there is none.
 
-    One whose marker is damaged is passed over with a RuntimeWarning.
+    One whose marker is damaged is passed over with a RuntimeWarning; those called `without` are
+    passed over, too.
     """
     for found in reversed(scan(storage)):
+        if found.name in without:
+            continue
         if found.status is Status.COMMITTED:
             return found
         if found.status is Status.DAMAGED:
@@ -153,10 +157,12 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return Path(directory) / found.name if found else None
 
 
-def find_below(path: str | os.PathLike[str]) -> tuple[LocalStorage, str] | None:
+def find_below(
+    path: str | os.PathLike[str], without: Sequence[str] = ()
+) -> tuple[LocalStorage, str] | None:
     """Return the storage and the name of the checkpoint at `path`, or of the newest one below it.
 
-    None when nothing is committed there, or `path` does not exist.
+    None when nothing is committed there, but for those called `without`, or `path` does not exist.
 
     Raises:
         FileNotFoundError: `path` itself is a checkpoint that was never committed.
@@ -167,7 +173,7 @@ def find_below(path: str | os.PathLike[str]) -> tuple[LocalStorage, str] | None:
     if (path / UNCOMMITTED).is_file():
         raise FileNotFoundError(f"{path} was never committed: its save did not finish")
     storage = LocalStorage(path)
-    found = newest(storage)
+    found = newest(storage, without)
     return (storage, found.name) if found else None
 
 
@@ -302,10 +308,15 @@ def remove_checkpoint(storage: Storage, name: str) -> None:
     _remove_tree(storage, name + _REMOVED, is_directory=True)
 
 
-def _sweep(storage: Storage) -> None:
+def sweep_removed(storage: Storage) -> None:
+    """Remove what is left of checkpoints whose removal was begun."""
     for name, is_directory in storage.entries("").items():
         if is_directory and _REMOVED_NAME.fullmatch(name):
             _remove_tree(storage, name, is_directory)
+
+
+def _sweep(storage: Storage) -> None:
+    sweep_removed(storage)
     for leftover in scan(storage):
         if leftover.status is Status.UNCOMMITTED:
             remove_checkpoint(storage, leftover.name)

@@ -71,7 +71,7 @@ def verify_at(storage: Readable, name: str) -> Verification:
         for number in range(info.grid.num_chunks)
     ]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-verify") as pool:
-        found = pool.map(lambda chunk: _check_chunk(storage, name, *chunk), chunks)
+        found = pool.map(lambda chunk: check_chunk(storage, name, *chunk), chunks)
         problems = [problem for problem in found if problem]
     return Verification(
         path=where,
@@ -91,24 +91,38 @@ def _locate(path: str | os.PathLike[str]) -> tuple[Readable, str]:
 
 
 def _check_documents(storage: Readable, name: str, manifest: Manifest) -> Iterator[Problem]:
-    for path, crc in manifest.documents.items():
-        data = _get(storage, f"{name}/{path}")
-        if data is None:
-            yield Problem(where=path, what="is missing")
-        elif zlib.crc32(data) != crc:
-            yield Problem(where=path, what="is damaged: its checksum is not the manifest's")
-    for file, info in manifest.files.items():
-        path = f"{FILES}/{file}"
-        data = _get(storage, f"{name}/{path}")
-        if data is None:
-            yield Problem(where=path, what="is missing")
-        elif (len(data), sha256(data)) != (info.num_bytes, info.sha256):
-            yield Problem(where=path, what="is damaged: its hash is not the manifest's")
+    found = (
+        *(check_document(storage, name, manifest, path) for path in manifest.documents),
+        *(check_file(storage, name, manifest, file) for file in manifest.files),
+    )
+    return (problem for problem in found if problem)
 
 
-def _check_chunk(
+def check_document(storage: Readable, name: str, manifest: Manifest, path: str) -> Problem | None:
+    """Return what is wrong with a zarr document of a checkpoint."""
+    data = _get(storage, f"{name}/{path}")
+    if data is None:
+        return Problem(where=path, what="is missing")
+    if zlib.crc32(data) != manifest.documents[path]:
+        return Problem(where=path, what="is damaged: its checksum is not the manifest's")
+    return None
+
+
+def check_file(storage: Readable, name: str, manifest: Manifest, file: str) -> Problem | None:
+    """Return what is wrong with an attached file of a checkpoint."""
+    path, info = f"{FILES}/{file}", manifest.files[file]
+    data = _get(storage, f"{name}/{path}")
+    if data is None:
+        return Problem(where=path, what="is missing")
+    if (len(data), sha256(data)) != (info.num_bytes, info.sha256):
+        return Problem(where=path, what="is damaged: its hash is not the manifest's")
+    return None
+
+
+def check_chunk(
     storage: Readable, name: str, tensor: str, info: TensorInfo, number: int
 ) -> Problem | None:
+    """Return what is wrong with a chunk of a tensor."""
     where = f"{tensor}/{info.grid.key(number)}"
     data = _get(storage, f"{name}/{where}")
     if data is None:

@@ -1,0 +1,1 @@
+"""Subcommands of `mcore-ckpt`, one module for each: `add` its options, `run` it."""

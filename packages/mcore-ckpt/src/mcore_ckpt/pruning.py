@@ -1,0 +1,74 @@
+"""Removing old checkpoints of a directory, also while a run saves there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.commit import newest, read_manifest, remove_checkpoint, replaced, sweep_removed
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.request import check_retention
+from mcore_ckpt.scanning import Scan, check_scan, scan_part
+from mcore_ckpt.storage import LocalStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """What `prune` removed (or would remove), oldest first, and the checkpoint that it went by."""
+
+    newest: Path
+    removed: tuple[Path, ...]
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    scan: Scan = "quick",
+    storage: LocalStorage | None = None,
+) -> Pruned:
+    """Remove the checkpoints of a directory that need not be kept.
+
+    Kept are the newest, the newest `keep_last` (that one counted), and steps that are multiples of
+    `keep_every`; attempts at a step that a later one replaced go, too. A crash at any moment leaves
+    the newest as it is, and the rest of what was being removed for the next save or prune to sweep.
+    A run may save in the directory meanwhile; what it is writing is left alone.
+
+    dry_run: remove nothing, only tell. scan: how the newest is looked at before anything is removed
+    (see `find`). storage: in place of the file system below `directory`.
+
+    Raises:
+        ValueError: neither `keep_last` nor `keep_every` is given, or one is less than 1.
+        FileNotFoundError: there is no committed checkpoint.
+        CheckpointError: the newest is damaged; nothing was removed.
+        OSError: something cannot be removed.
+    """
+    check_retention(keep_last, keep_every)
+    check_scan(scan)
+    if keep_last is None and keep_every is None:
+        raise ValueError("keep_last and keep_every are both None: say what to keep")
+    storage = storage or LocalStorage(directory)
+    found = newest(storage)
+    if found is None:
+        raise FileNotFoundError(f"no committed checkpoint directly below {storage.root}")
+    manifest = read_manifest(storage, found.name)
+    problems = scan_part(storage, found.name, manifest, scan)
+    if problems:
+        raise CheckpointError(
+            f"{storage.location(found.name)} is damaged, so nothing was removed: {problems[0]}"
+        )
+    names = replaced(storage, found.name, keep_last, keep_every)
+    if not dry_run:
+        for name in names:
+            try:
+                remove_checkpoint(storage, name)
+            except FileNotFoundError:  # a run's own retention was faster
+                continue
+        sweep_removed(storage)
+    return Pruned(
+        newest=Path(storage.location(found.name)),
+        removed=tuple(Path(storage.location(name)) for name in names),
+    )

@@ -1,0 +1,81 @@
+"""Is a checkpoint whole? A look at it before it is relied on, shared between the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from mcore_ckpt.manifest import Manifest
+from mcore_ckpt.names import FILES
+from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.verifying import Problem, check_chunk, check_document, check_file
+
+Scan = Literal["none", "quick", "full"]
+SCANS: tuple[Scan, ...] = ("none", "quick", "full")
+_THREADS = 16
+
+
+def check_scan(scan: str) -> None:
+    """Raise ValueError when `scan` is none of the three."""
+    if scan not in SCANS:
+        raise ValueError(f"scan is {scan!r}; it is 'none', 'quick' or 'full'")
+
+
+def scan_part(
+    storage: LocalStorage,
+    name: str,
+    manifest: Manifest,
+    scan: Scan,
+    *,
+    rank: int = 0,
+    size: int = 1,
+) -> list[Problem]:
+    """Return what is wrong with the part of the checkpoint `name` that is this rank's to look at.
+
+    Every `size`-th thing from number `rank` on. scan: "quick": every file is there and has its size
+    (contents that were lost to a crash of the machine, or overwritten, it does not see). "full":
+    everything is read and compared with its checksums. "none": nothing.
+    """
+    if scan == "none":
+        return []
+    checks = (_quick if scan == "quick" else _full)(storage, name, manifest)
+    mine = [check for i, check in enumerate(checks) if i % size == rank]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-scan") as pool:
+        return [problem for problem in pool.map(lambda check: check(), mine) if problem]
+
+
+Check = Callable[[], Problem | None]
+
+
+def _full(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
+    for path in manifest.documents:
+        yield lambda path=path: check_document(storage, name, manifest, path)
+    for file in manifest.files:
+        yield lambda file=file: check_file(storage, name, manifest, file)
+    for tensor, info in manifest.tensors.items():
+        for number in range(info.grid.num_chunks):
+            yield lambda t=tensor, i=info, n=number: check_chunk(storage, name, t, i, n)
+
+
+def _quick(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
+    root = storage.location(name)
+    for path in manifest.documents:
+        yield lambda path=path: _present(root, path, None)
+    for file, held in manifest.files.items():
+        yield lambda path=f"{FILES}/{file}", n=held.num_bytes: _present(root, path, n)
+    for tensor, info in manifest.tensors.items():
+        for number in range(info.grid.num_chunks):
+            path = f"{tensor}/{info.grid.key(number)}"
+            yield lambda path=path, n=info.chunk_bytes: _present(root, path, n)
+
+
+def _present(root: str, path: str, num_bytes: int | None) -> Problem | None:
+    try:
+        found = os.stat(f"{root}/{path}").st_size
+    except FileNotFoundError:
+        return Problem(where=path, what="is missing")
+    if num_bytes is not None and found != num_bytes:
+        return Problem(where=path, what=f"has {found} bytes instead of {num_bytes}")
+    return None
