@@ -35,16 +35,39 @@ def group_document() -> dict[str, Any]:
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
 
 
-def root_document(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Return the root group with every document below it inlined.
+class ArrayDocuments:
+    """The files of arrays, put together once for all tensors of one dtype, shape and chunk shape.
+
+    A checkpoint of thousands of tensors has few kinds of them, and indented JSON is slow to make.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
+
+    def __call__(self, info: TensorInfo) -> bytes:
+        """Return the bytes of an array's document."""
+        kind = (info.dtype, info.shape, info.chunk_shape)
+        if kind not in self._made:
+            self._made[kind] = encode(array_document(info))
+        return self._made[kind]
+
+
+def root_document(inlined: Mapping[str, bytes]) -> bytes:
+    """Return the file of the root group, which has every document below it in it, by its path.
 
     zarr-python then lists the whole checkpoint from one file, and does not stumble over the files
     beside the arrays that are none of zarr's. Readers that do not know the field may ignore it.
     """
-    inlined: dict[str, Any] = {group: group_document() for group in all_groups(tensors)}
-    inlined |= {name: array_document(info) for name, info in tensors.items()}
-    consolidated = {"kind": "inline", "must_understand": False, "metadata": inlined}
-    return {**group_document(), "consolidated_metadata": consolidated}
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": {}}
+    empty = encode({**group_document(), "consolidated_metadata": consolidated})
+    if not inlined:
+        return empty
+    before, after = empty.split(b'"metadata": {}')
+    entries = (  # as `encode` would indent them three levels down
+        b"   " + json.dumps(path).encode() + b": " + document.rstrip().replace(b"\n", b"\n   ")
+        for path, document in inlined.items()
+    )
+    return before + b'"metadata": {\n' + b",\n".join(entries) + b"\n  }" + after
 
 
 def all_groups(names: Iterable[str]) -> list[str]:
@@ -54,12 +77,12 @@ def all_groups(names: Iterable[str]) -> list[str]:
 
 def all_documents(tensors: Mapping[str, TensorInfo]) -> dict[str, bytes]:
     """Return every document of a checkpoint by its path within it."""
-    documents = {DOCUMENT: encode(root_document(tensors))}
-    for group in all_groups(tensors):
-        documents[f"{group}/{DOCUMENT}"] = encode(group_document())
-    for name, info in tensors.items():
-        documents[f"{name}/{DOCUMENT}"] = encode(array_document(info))
-    return documents
+    of_array = ArrayDocuments()
+    group = encode(group_document())
+    below = dict.fromkeys(all_groups(tensors), group)
+    below |= {name: of_array(info) for name, info in tensors.items()}
+    files = {f"{path}/{DOCUMENT}": document for path, document in below.items()}
+    return {DOCUMENT: root_document(below), **files}
 
 
 def encode(document: Mapping[str, Any]) -> bytes:

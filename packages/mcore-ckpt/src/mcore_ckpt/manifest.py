@@ -97,7 +97,7 @@ class Manifest:
             "documents": {path: f"{crc:08x}" for path, crc in sorted(self.documents.items())},
             "tensors": tensors,
         }
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        return _lines(document).encode()
 
     @staticmethod
     def decode(data: bytes, where: str) -> Manifest:
@@ -130,6 +130,21 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where} is damaged: {error!r}") from None
+
+
+def _lines(document: Mapping[str, Json]) -> str:
+    """Return JSON with a line for each field, and in those that are objects for each entry.
+
+    Readable, and an order of magnitude faster to make than `indent=1`.
+    """
+    fields = []
+    for key, value in document.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, dict) and value:
+            entries = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = "{\n" + ",\n".join(entries) + "\n }"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorInfo:

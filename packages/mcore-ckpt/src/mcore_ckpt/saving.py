@@ -7,10 +7,11 @@ import os
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from mcore_ckpt.agreement import together
 from mcore_ckpt.attachments import collect_files
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
 from mcore_ckpt.completing import complete
-from mcore_ckpt.documents import array_document, encode
+from mcore_ckpt.documents import ArrayDocuments
 from mcore_ckpt.dtypes import stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.errors import CheckpointError
@@ -141,6 +142,10 @@ def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
     return {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
 
 
+def _checksums(chunks: Iterable[ChunkData]) -> list[int]:
+    return [zlib.crc32(chunk.data) for chunk in chunks]
+
+
 @dataclass(kw_only=True)
 class _Saving:
     """One save under way on one rank. `checksums` are of the chunks that this rank writes."""
@@ -153,6 +158,7 @@ class _Saving:
     plan: WritePlan
     cancel: threading.Event
     checksums: dict[Chunk, int] = field(default_factory=dict)
+    documents: ArrayDocuments = field(default_factory=ArrayDocuments)
 
     def run(
         self, tensors: Mapping[str, LayoutTensor], state: Any, files: Mapping[str, Path | bytes]
@@ -219,7 +225,9 @@ class _Saving:
                         if failure is None:
                             chunks = self._chunks(name, writer, batch, buffers)
                             writing = self.engine.write(self.storage, chunks)
-                            hashed = pool.map(lambda chunk: zlib.crc32(chunk.data), chunks)
+                            share = max(1, len(chunks) // (4 * _HASH_THREADS))
+                            shares = [chunks[i : i + share] for i in range(0, len(chunks), share)]
+                            hashed = chain.from_iterable(pool.map(_checksums, shares))
                             sums = zip(batch.of(self.group.rank), hashed, strict=True)
                             self.checksums.update(sums)
                     except Exception as error:  # reported to all ranks at the end
@@ -270,7 +278,7 @@ class _Saving:
             info = self.plan.tensors[chunk.name]
             writer.make_directory(chunk.name)
             if chunk.number == 0:
-                writer.put(f"{chunk.name}/{DOCUMENT}", encode(array_document(info)))
+                writer.put(f"{chunk.name}/{DOCUMENT}", self.documents(info))
             writer.wrote(f"{chunk.name}/{info.grid.key(chunk.number)}")
             chunks.append(
                 ChunkData(

@@ -58,10 +58,11 @@ class LocalStorage:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
+        self._base = "" if self.root == Path(self.root.anchor) else str(self.root)
 
     def location(self, path: str) -> str:
         """Return the absolute path."""
-        return str(self.root / path)
+        return f"{self._base}/{path}" if path else str(self.root)
 
     def make_directory(self, path: str) -> None:
         """Create a directory; for the root, also those above it, which are then durable."""
@@ -76,8 +77,7 @@ class LocalStorage:
 
     def put(self, path: str, data: bytes) -> None:
         """Write a file."""
-        with open(self.location(path), "wb") as file:
-            file.write(data)
+        write_file(self.location(path), data)
 
     def get(self, path: str) -> bytes:
         """Read a file."""
@@ -108,12 +108,30 @@ class LocalStorage:
         """Call fsync on each, several at a time: a journal then commits many of them at once."""
         locations = [self.location(path) for path in paths]
         if len(locations) < 4:
-            for location in locations:
-                _fsync(location)
+            _fsync_all(locations)
             return
+        # Some at a time for each thread: handing over each alone costs as much as its fsync.
+        share = max(1, len(locations) // (8 * _SYNC_THREADS))
+        shares = [locations[i : i + share] for i in range(0, len(locations), share)]
         with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="mcore-ckpt-sync") as pool:
-            for _ in pool.map(_fsync, locations):
+            for _ in pool.map(_fsync_all, shares):
                 pass
+
+
+def write_file(location: str, data: bytes | memoryview) -> None:
+    """Write a file, over an older one; bare calls, since there may be thousands of them."""
+    descriptor = os.open(location, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_all(locations: Iterable[str]) -> None:
+    for location in locations:
+        _fsync(location)
 
 
 def _fsync(location: str) -> None:
