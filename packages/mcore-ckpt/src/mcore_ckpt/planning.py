@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.dtypes import stored_type
-from mcore_ckpt.grid import chunk_shape
+from mcore_ckpt.grid import Grid, chunk_shape
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.names import check_tensor_names
 from mcore_parallel.layout import (
@@ -228,14 +228,25 @@ def _held_elements(
             for fragment in layout.fragments:
                 ranks_of_box[fragment.name, fragment.box].append(rank)
     elements: dict[tuple[str, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    counted: dict[tuple[Grid, Box], list[tuple[int, int]]] = {}  # once for tensors cut alike
     for (name, box), ranks in ranks_of_box.items():
         grid = tensors[name].grid
-        for number in grid.overlapping(box):
-            common = grid.box(number).intersect(box)
-            assert common is not None
+        counts = counted.get((grid, box))
+        if counts is None:
+            counts = counted[grid, box] = list(_common_elements(grid, box))
+        for number, count in counts:
+            holders = elements[name, number]
             for rank in ranks:
-                elements[name, number][rank] += common.numel
+                holders[rank] += count
     return elements
+
+
+def _common_elements(grid: Grid, box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the chunks that share elements with a box, and how many."""
+    for number in grid.overlapping(box):
+        common = grid.box(number).intersect(box)
+        assert common is not None
+        yield number, common.numel
 
 
 def _rounds(

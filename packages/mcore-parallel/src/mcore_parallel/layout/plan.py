@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_parallel.layout.box import Box, dot
 from mcore_parallel.layout.fragment import Fragment
@@ -70,6 +70,7 @@ def plan(sources: RankLayouts, targets: RankLayouts) -> list[Copy]:
                 if name not in holders:
                     holders[name] = _Holders(name, fragment.global_shape)
                 holders[name].add(rank, key, fragment)
+    geometries: dict[Any, _Geometry] = {}  # one for all tensors that are cut alike
     sent: dict[int, int] = defaultdict(int)
     copies: list[Copy] = []
     for rank in sorted(targets):
@@ -77,9 +78,10 @@ def plan(sources: RankLayouts, targets: RankLayouts) -> list[Copy]:
             for fragment in targets[rank][key].fragments:
                 if not fragment.box.numel:
                     continue
-                if fragment.name not in holders:
+                found = holders.get(fragment.name)
+                if found is None:
                     raise ValueError(f"{fragment.name}: no source holds this tensor")
-                copies += holders[fragment.name].copies_to(rank, key, fragment, sent)
+                copies += found.copies_to(rank, key, fragment, sent, geometries)
     return copies
 
 
@@ -90,18 +92,13 @@ class _Holders:
         self.name = name
         self.shape = shape
         self.by_box: dict[Box, list[tuple[int, str, Fragment]]] = {}
-        self.ranks: set[int] = set()
-        self._sorted: list[Box] | None = None
-        self._starts: list[int] = []
-        self._dim = 0
-        self._reach = 0
-        self._one_tiling: bool | None = None
+        self._holders: list[list[tuple[int, str, Fragment]]] = []
+        self._geometry: _Geometry | None = None
 
     def add(self, rank: int, key: str, fragment: Fragment) -> None:
         self.check_shape(fragment)
         if fragment.box.numel:
             self.by_box.setdefault(fragment.box, []).append((rank, key, fragment))
-            self.ranks.add(rank)
 
     def check_shape(self, fragment: Fragment) -> None:
         if fragment.global_shape != self.shape:
@@ -110,93 +107,167 @@ class _Holders:
                 f"{list(fragment.global_shape)} differ"
             )
 
-    def overlapping(self, box: Box) -> Iterator[Box]:
-        """Yield the held boxes that may share points with `box`, in a fixed order."""
-        if self._sorted is None:
-            boxes = list(self.by_box)
-            dims = range(len(self.shape))
-            if dims:  # sort along the dimension with the most cuts: it tells boxes apart best
-                self._dim = max(dims, key=lambda i: len({b.start[i] for b in boxes}))
-                boxes.sort(key=lambda b: (b.start[self._dim], b.start, b.shape))
-                self._starts = [b.start[self._dim] for b in boxes]
-                self._reach = max(b.shape[self._dim] for b in boxes)
-            self._sorted = boxes
-        if not self._starts:
-            yield from self._sorted
-            return
-        low = box.start[self._dim]
-        first = bisect_left(self._starts, low - self._reach + 1)
-        last = bisect_left(self._starts, low + box.shape[self._dim])
-        yield from self._sorted[first:last]
-
     def copies_to(
-        self, rank: int, key: str, target: Fragment, sent: dict[int, int]
+        self,
+        rank: int,
+        key: str,
+        target: Fragment,
+        sent: dict[int, int],
+        geometries: dict[Any, _Geometry],
     ) -> Iterator[Copy]:
         """Yield the copies that fill one target fragment, and count what each rank sends."""
         self.check_shape(target)
-        for held, box in self._cover(rank, target.box):
-            own = [holder for holder in self.by_box[held] if holder[0] == rank]
-            source_rank, source_key, source = min(
-                own or self.by_box[held], key=lambda holder: sent[holder[0]]
-            )
+        geometry = self._geometry
+        if geometry is None:
+            geometry = self._geometry = self._find_geometry(geometries)
+        cuts = geometry.cover(rank, target.box)
+        if isinstance(cuts, Box):
+            raise ValueError(f"{self.name} {list(self.shape)}: no source holds elements {cuts}")
+        for cut in cuts:
+            holders = self._holders[cut.index]
+            if cut.own:
+                source_rank, source_key, source = next(h for h in holders if h[0] == rank)
+            elif len(holders) == 1:
+                source_rank, source_key, source = holders[0]
+            else:
+                source_rank, source_key, source = min(holders, key=lambda holder: sent[holder[0]])
             if source_rank != rank:
-                sent[source_rank] += box.numel
+                sent[source_rank] += cut.numel
             yield Copy(
                 self.name,
-                box,
-                Place(source_rank, source_key, _address(source, box), source.strides),
-                Place(rank, key, _address(target, box), target.strides),
+                cut.box,
+                Place(source_rank, source_key, cut.address(source, 0), source.strides),
+                Place(rank, key, cut.address(target, 1), target.strides),
             )
 
-    def _cover(self, rank: int, box: Box) -> list[tuple[Box, Box]]:
-        """Return disjoint boxes that make up `box`, each with the held box it is taken from."""
-        if box in self.by_box and (
-            rank not in self.ranks or any(holder[0] == rank for holder in self.by_box[box])
-        ):
-            return [(box, box)]
-        found = [
-            (held, common) for held in self.overlapping(box) if (common := held.intersect(box))
+    def _find_geometry(self, geometries: dict[Any, _Geometry]) -> _Geometry:
+        self._holders = list(self.by_box.values())
+        ranks = tuple(tuple([holder[0] for holder in held]) for held in self._holders)
+        cut = (self.shape, tuple(self.by_box), ranks)
+        if cut not in geometries:
+            geometries[cut] = _Geometry(*cut)
+        return geometries[cut]
+
+
+class _Cut:
+    """Part of a target box that is taken from the held box number `index`.
+
+    own: the target's rank holds that box itself.
+    """
+
+    __slots__ = ("_address", "_starts", "box", "index", "numel", "own")
+
+    def __init__(self, box: Box, index: int, own: bool, held: Box, target: Box) -> None:
+        self.box = box
+        self.index = index
+        self.own = own
+        self.numel = box.numel
+        self._starts = tuple(
+            tuple(a - b for a, b in zip(box.start, outer.start, strict=True))
+            for outer in (held, target)
+        )
+        self._address: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def address(self, fragment: Fragment, end: int) -> int:
+        """Return where the part begins in a fragment: of the held box (0) or the target (1)."""
+        at = (end, fragment.strides)
+        distance = self._address.get(at)
+        if distance is None:
+            distance = self._address[at] = dot(self._starts[end], fragment.strides)
+        return fragment.offset + distance
+
+
+class _Geometry:
+    """Boxes of a tensor that are held, and by which ranks: the same for all tensors cut alike."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        boxes: tuple[Box, ...],
+        ranks: tuple[tuple[int, ...], ...],
+    ) -> None:
+        self.shape = shape
+        self.boxes = boxes
+        self.ranks_of = [frozenset(held) for held in ranks]
+        self.ranks = frozenset(rank for held in ranks for rank in held)
+        self._number = {box: i for i, box in enumerate(boxes)}
+        self._covers: dict[tuple[int, Box], list[_Cut] | Box] = {}
+        self._one_tiling: bool | None = None
+        self._sorted = list(range(len(boxes)))
+        self._starts: list[int] = []
+        self._dim = 0
+        self._reach = 0
+        dims = range(len(shape))
+        if dims and boxes:  # sort along the dimension with the most cuts: it tells them apart best
+            dim = max(dims, key=lambda i: len({box.start[i] for box in boxes}))
+            self._sorted.sort(key=lambda i: (boxes[i].start[dim], boxes[i].start, boxes[i].shape))
+            self._starts = [boxes[i].start[dim] for i in self._sorted]
+            self._reach = max(box.shape[dim] for box in boxes)
+            self._dim = dim
+
+    def cover(self, rank: int, box: Box) -> list[_Cut] | Box:
+        """Return the cuts that make up `box` on `rank`, or the first part that nobody holds."""
+        at = (rank if rank in self.ranks else -1, box)
+        found = self._covers.get(at)
+        if found is None:
+            found = self._covers[at] = self._cover(rank, box)
+        return found
+
+    def overlapping(self, box: Box) -> list[int]:
+        """Return the numbers of the held boxes that may share points with `box`, in order."""
+        if not self._starts:
+            return self._sorted
+        low = box.start[self._dim]
+        first = bisect_left(self._starts, low - self._reach + 1)
+        last = bisect_left(self._starts, low + box.shape[self._dim])
+        return self._sorted[first:last]
+
+    def _cover(self, rank: int, box: Box) -> list[_Cut] | Box:
+        same = self._number.get(box)
+        if same is not None and (rank not in self.ranks or rank in self.ranks_of[same]):
+            found = [(same, box)]
+        else:
+            found = [
+                (i, common)
+                for i in self.overlapping(box)
+                if (common := self.boxes[i].intersect(box))
+            ]
+            whole = self._are_one_tiling()
+            if not whole and first_tiling_error(box, [common for _, common in found]):
+                greedy = self._greedy_cover(rank, box, found)
+                if isinstance(greedy, Box):
+                    return greedy
+                found = greedy
+        return [
+            _Cut(common, i, rank in self.ranks_of[i], self.boxes[i], box) for i, common in found
         ]
-        if (
-            self._are_one_tiling()
-            or first_tiling_error(box, [common for _, common in found]) is None
-        ):
-            return found
-        return self._greedy_cover(rank, box, found)
 
     def _are_one_tiling(self) -> bool:
         """Whether the boxes held, replicas taken once, tile the tensor: then any cut does."""
         if self._one_tiling is None:
-            error = first_tiling_error(Box.whole(self.shape), list(self.by_box))
+            error = first_tiling_error(Box.whole(self.shape), self.boxes)
             self._one_tiling = error is None
         return self._one_tiling
 
     def _greedy_cover(
-        self, rank: int, box: Box, found: list[tuple[Box, Box]]
-    ) -> list[tuple[Box, Box]]:
+        self, rank: int, box: Box, found: list[tuple[int, Box]]
+    ) -> list[tuple[int, Box]] | Box:
         """Cover `box` where replicas are cut differently: own rank first, then the largest."""
 
-        def order(pair: tuple[Box, Box]) -> tuple[bool, int]:
-            own = any(holder[0] == rank for holder in self.by_box[pair[0]])
-            return (not own, -pair[1].numel)
+        def order(pair: tuple[int, Box]) -> tuple[bool, int]:
+            return (rank not in self.ranks_of[pair[0]], -pair[1].numel)
 
-        cover: list[tuple[Box, Box]] = []
+        cover: list[tuple[int, Box]] = []
         missing = [box]
-        for held, _ in sorted(found, key=order):
+        for i, _ in sorted(found, key=order):
             rest: list[Box] = []
             for part in missing:
-                if common := part.intersect(held):
-                    cover.append((held, common))
+                if common := part.intersect(self.boxes[i]):
+                    cover.append((i, common))
                     rest += part.subtract(common)
                 else:
                     rest.append(part)
             missing = rest
             if not missing:
                 return cover
-        hole = min(missing, key=lambda b: b.start)
-        raise ValueError(f"{self.name} {list(self.shape)}: no source holds elements {hole}")
-
-
-def _address(fragment: Fragment, box: Box) -> int:
-    strides = fragment.strides
-    return fragment.offset + dot(box.start, strides) - dot(fragment.box.start, strides)
+        return min(missing, key=lambda b: b.start)

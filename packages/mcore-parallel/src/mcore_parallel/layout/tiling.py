@@ -14,7 +14,8 @@ from mcore_parallel.layout.layout import TensorLayout
 def check_tiling(layouts: Iterable[TensorLayout]) -> None:
     """Check the layouts of all ranks together: every named tensor is tiled once per replica.
 
-    Linear in the number of fragments (times 2 to the number of dimensions that are cut).
+    Linear in the number of fragments (times 2 to the number of dimensions that are cut); of tensors
+    that are cut alike one is looked at.
 
     Raises:
         ValueError: fragments of one name disagree on its shape or number of replicas, a replica is
@@ -25,8 +26,12 @@ def check_tiling(layouts: Iterable[TensorLayout]) -> None:
     for layout in layouts:
         for fragment in layout.fragments:
             by_name[fragment.name].append(fragment)
+    right: set[tuple[object, ...]] = set()  # how tensors are cut that have been found right
     for name, fragments in by_name.items():
-        _check_tensor(name, fragments)
+        cut = tuple([(f.global_shape, f.box, f.replica, f.num_replicas) for f in fragments])
+        if cut not in right:
+            _check_tensor(name, fragments)
+            right.add(cut)
 
 
 def _check_tensor(name: str, fragments: Sequence[Fragment]) -> None:
