@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_models import (
+    AttentionConfig,
     ModelConfig,
     MoEConfig,
     build_model,
@@ -36,6 +37,13 @@ MOE = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
         replace(GPT2, moe=MOE, pattern=("*-", ".E")),
         replace(LLAMA, moe=replace(MOE, shared_ffn_size=12, shared_gate=True, latent_size=16)),
         replace(GPT2, moe=replace(MOE, shared_ffn_size=12, router_bias=True)),
+        replace(LLAMA, attention=AttentionConfig(qk_norm="head", gate=True), attention_bias=True),
+        replace(GPT2, attention=AttentionConfig(qk_norm="head"), norm_place="both"),
+        replace(LLAMA, attention=AttentionConfig(qk_norm="all", sinks=True), norm_place="post"),
+        replace(GPT2, attention=AttentionConfig(output_bias=False), mlp_bias=False),
+        replace(GPT2, residual="parallel_shared", norm_bias=False, pattern=("*-", ".-")),
+        replace(GPT2, residual="parallel", activation="geglu"),
+        replace(LLAMA, moe=replace(MOE, expert_bias=True), activation="quick_geglu"),
     ],
 )
 def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
@@ -84,6 +92,17 @@ def test_packed_documents_cost_less_attention() -> None:
     whole = flops_of_documents(LLAMA, [64])
     assert whole == 64 * flops_per_token(LLAMA, 64)
     assert flops_of_documents(LLAMA, [32, 32]) == 64 * flops_per_token(LLAMA, 32) < whole
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    attention = AttentionConfig(window=16, local_layers=(0, 2))
+    windowed = replace(LLAMA, attention=attention)
+    assert flops_per_token(windowed, 16) == flops_per_token(LLAMA, 16)
+    # Queries see 16 tokens but the first of them, which see half as many: 16 · 64 - 16² / 2 pairs.
+    saved = 64 * 64 / 2 - (16 * 64 - 16 * 16 / 2)
+    assert flops_of_documents(LLAMA, [64]) - flops_of_documents(windowed, [64]) == pytest.approx(
+        2 * saved * 3 * 2 * 4 * 12, rel=1e-9
+    )
 
 
 def test_utilization_is_a_fraction_of_the_peak() -> None:

@@ -48,12 +48,13 @@ def model_shape(config: ModelConfig) -> ModelShape:
         ValueError: when the pattern has a letter whose part is made by a builder: count the built
             model instead.
     """
-    norm = config.hidden_size * (2 if config.norm == "layer_norm" else 1)
-    layers = {letters: _layer(config, letters, norm) for letters in set(config.layer_pattern)}
+    norm = config.hidden_size * (2 if _has_norm_bias(config) else 1)
+    kinds = [(x, config.attention.window_of(i)) for i, x in enumerate(config.layer_pattern)]
+    layers = {kind: _layer(config, *kind, norm) for kind in set(kinds)}
     return ModelShape(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        layers=tuple(layers[letters] for letters in config.layer_pattern),
+        layers=tuple(layers[kind] for kind in kinds),
         tied_embeddings=config.tied_embeddings,
         positions=config.max_positions if config.position == "learned" else 0,
         vectors=norm,
@@ -82,7 +83,8 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
 
     6 · active matmul parameters (2 forward, 4 backward for each weight) plus causal attention once:
     a query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
-    forward and twice that backward: 6 · seq_length · heads · head size per attention layer.
+    forward and twice that backward: 6 · seq_length · heads · head size per attention layer. In
+    layers with a window w < seq_length it sees w · (1 - w / (2 · seq_length)) keys.
     A Mamba-2 layer costs the same for every token of any document: forward, for each number of its
     states, 3 to update it (decay, product, sum) and 2 to read it, and 2 for each tap and channel of
     its convolution; twice that backward. A gated delta net likewise, with 1 to decay a number of
@@ -108,14 +110,21 @@ def flops_utilization(
     return flops_per_token(config, seq_length) * tokens_per_second / peak_flops
 
 
-def _layer(config: ModelConfig, letters: str, norm: int) -> LayerShape:
-    parts = tuple(_part(config, letter) for letter in letters.replace(NO_PART, ""))
-    return LayerShape(parts=parts, vectors=norm * len(parts))
+def _has_norm_bias(config: ModelConfig) -> bool:
+    return config.norm == "layer_norm" and config.norm_bias
 
 
-def _part(config: ModelConfig, letter: str) -> Part:
+def _layer(config: ModelConfig, letters: str, window: int | None, norm: int) -> LayerShape:
+    parts = tuple(_part(config, letter, window) for letter in letters.replace(NO_PART, ""))
+    norms = len(parts) * (2 if config.norm_place == "both" else 1)
+    if config.residual == "parallel_shared" and config.norm_place != "post":
+        norms -= len(parts) - 1
+    return LayerShape(parts=parts, vectors=norm * norms)
+
+
+def _part(config: ModelConfig, letter: str, window: int | None) -> Part:
     if letter == "*":
-        return _attention(config)
+        return _attention(config, window)
     if letter == "-":
         return _mlp(config, config.mlp_size)
     if letter == "E" and config.moe is not None:
@@ -133,13 +142,22 @@ def _part(config: ModelConfig, letter: str) -> Part:
     )
 
 
-def _attention(config: ModelConfig) -> AttentionShape:
-    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_size
+def _attention(config: ModelConfig, window: int | None) -> AttentionShape:
+    options, size = config.attention, config.head_size
+    rows = (config.num_heads * (2 if options.gate else 1) + 2 * config.kv_heads) * size
+    vectors = rows * config.qkv_bias + config.hidden_size * config.output_bias
+    vectors += config.num_heads * options.sinks
+    if options.qk_norm == "head":
+        vectors += 2 * size * (2 if _has_norm_bias(config) else 1)
+    elif options.qk_norm == "all":
+        vectors += (config.num_heads + config.kv_heads) * size
     return AttentionShape(
         num_heads=config.num_heads,
         kv_heads=config.kv_heads,
         head_size=config.head_size,
-        vectors=qkv * config.qkv_bias + config.hidden_size * config.linear_bias,
+        gate=options.gate,
+        window=window,
+        vectors=vectors,
     )
 
 
@@ -156,10 +174,15 @@ def _latent_attention(latent: LatentAttentionConfig) -> AttentionShape:
     )
 
 
-def _mlp(config: ModelConfig, width: int, hidden: int | None = None) -> MLPShape:
-    gated = config.activation == "swiglu"
-    biases = width * (2 if gated else 1) + (hidden or config.hidden_size)
-    return MLPShape(width=width, gated=gated, vectors=biases * config.linear_bias)
+def _mlp(config: ModelConfig, width: int) -> MLPShape:
+    biases = width * (2 if config.gated else 1) + config.hidden_size
+    return MLPShape(width=width, gated=config.gated, vectors=biases * config.ffn_bias)
+
+
+def _expert(config: ModelConfig, moe: MoEConfig) -> MLPShape:
+    width, hidden = moe.expert_ffn_size, moe.latent_size or config.hidden_size
+    biases = width * (2 if config.gated else 1) + hidden
+    return MLPShape(width=width, gated=config.gated, vectors=biases * config.expert_bias)
 
 
 def _experts(config: ModelConfig, moe: MoEConfig) -> ExpertsShape:
@@ -167,7 +190,7 @@ def _experts(config: ModelConfig, moe: MoEConfig) -> ExpertsShape:
     return ExpertsShape(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
-        expert=_mlp(config, moe.expert_ffn_size, moe.latent_size),
+        expert=_expert(config, moe),
         shared=_mlp(config, moe.shared_ffn_size) if moe.shared_ffn_size else None,
         shared_gate=moe.shared_gate,
         latent=moe.latent_size or 0,

@@ -8,7 +8,7 @@ parallelism cuts them; `vectors` are its parameters that are in no product (bias
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -39,6 +39,8 @@ class AttentionShape:
     head_size: of queries and keys; value_size: of values (None: the same). kv_rank > 0 is latent
     attention (DeepSeek-AI 2024): keys and values come from kv_rank numbers of a token and
     rope_size rotary channels that all heads share; queries from q_rank numbers (0: directly).
+    gate: a projection as wide as the output multiplies it. window: how many tokens one sees, itself
+    included (None: all before it).
     """
 
     num_heads: int
@@ -48,6 +50,8 @@ class AttentionShape:
     q_rank: int = 0
     kv_rank: int = 0
     rope_size: int = 0
+    gate: bool = False
+    window: int | None = None
     vectors: int = 0
 
     @property
@@ -60,7 +64,8 @@ class AttentionShape:
         queries, out = self.num_heads * self.head_size, self.num_heads * self.values
         if not self.kv_rank:
             keys = self.kv_heads * (self.head_size + self.values)
-            return Product(hidden, queries + keys, "column"), Product(out, hidden, "row")
+            rows = queries + keys + out * self.gate
+            return Product(hidden, rows, "column"), Product(out, hidden, "row")
         plain = self.num_heads * (self.head_size - self.rope_size + self.values)
         q = (
             (Product(hidden, self.q_rank, "whole"), Product(self.q_rank, queries, "column"))
@@ -84,6 +89,16 @@ class AttentionShape:
     def core_flops(self) -> int:
         """Forward FLOPs of scores and mixing for one pair of tokens, all heads."""
         return 2 * self.num_heads * (self.head_size + self.values)
+
+    def pairs(self, length: float) -> float:
+        """Return the pairs of a query and a key that it sees in a document; its own counts half."""
+        return visible_pairs(length, self.window)
+
+
+def visible_pairs(length: float, window: int | None) -> float:
+    """Return the pairs of tokens of a causal document, all or within a window, own ones half."""
+    width = length if window is None else min(length, window)
+    return width * length - width * width / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,22 +393,29 @@ class ModelShape:
         return 6.0 * (self.active_matmul_parameters + self.predictions * further) + 3.0 * scans
 
     @cached_property
-    def attention_flops(self) -> float:
-        """The training FLOPs of causal attention for a token and token of its document.
+    def _cores(self) -> Mapping[int | None, int]:
+        """The forward FLOPs for one pair of tokens in all attention layers, by their window."""
+        cores: Counter[int | None] = Counter()
+        for layer in (*self.layers, *[self.layers[-1]] * self.predictions):
+            for part in layer.parts:
+                if isinstance(part, AttentionShape):
+                    cores[part.window] += part.core_flops
+        return cores
 
-        A query sees half of its document on average; scores and mixing, forward and twice that
-        backward. For equal head sizes: 6 · heads · head size for each attention layer.
+    def attention_flops(self, length: int) -> float:
+        """Return the training FLOPs of causal attention over a document of that length.
+
+        A query sees half of its document on average, or what its window shows; scores and mixing,
+        forward and twice that backward. For equal head sizes and no window
+        6 · heads · head size · length² for each layer.
         """
-        layers = [*self.layers, *[self.layers[-1]] * self.predictions]
-        parts = (part for layer in layers for part in layer.parts)
-        cores = sum(part.core_flops for part in parts if isinstance(part, AttentionShape))
-        return 3.0 * cores / 2
+        return sum(3.0 * core * visible_pairs(length, w) for w, core in self._cores.items())
 
     def flops_per_token(self, seq_length: int) -> float:
         """Return the FLOPs of a training step per token of documents of `seq_length`."""
-        return self.flops_of_any_token + seq_length * self.attention_flops
+        return self.flops_of_any_token + self.attention_flops(seq_length) / max(seq_length, 1)
 
     def flops_of_documents(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of a training step over packed documents of these lengths."""
-        pairs = sum(length * length for length in lengths)
-        return self.flops_of_any_token * sum(lengths) + pairs * self.attention_flops
+        attention = sum(self.attention_flops(n) * k for n, k in Counter(lengths).items())
+        return self.flops_of_any_token * sum(lengths) + attention

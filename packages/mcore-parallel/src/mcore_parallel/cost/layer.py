@@ -259,7 +259,7 @@ def _tensor_collective(hidden: int, place: Place, work: Workload) -> float:
 def _attention(part: AttentionShape, place: Place, work: Workload, kind: ContextKind) -> Passes:
     machine, runtime = place.machine, work.runtime
     s, heads = place.seq_length, part.num_heads / place.tp
-    pairs = place.micro_batch * s * s / place.cp  # masked ones included
+    pairs = place.micro_batch * 2 * part.pairs(s) / place.cp  # masked ones included
     flops = pairs * part.core_flops / place.tp
     peak = machine.bf16.peak
     if runtime.fused_attention:
