@@ -88,30 +88,31 @@ def test_rotary_positions_of_all_versions(rope: dict[str, Any]) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config={'quant_method': 'fp8'} is not supported: only None is",
         ),
-        (
-            {"attention_bias": True},
-            "attention_bias=True with mlp_bias=False is not supported: linear layers have biases",
-        ),
-        ({"mlp_bias": True}, "attention_bias=False with mlp_bias=True is not supported"),
+        ({"attention_bias": 1}, "attention_bias=1 must be of type bool"),
+        ({"mlp_bias": "yes"}, "mlp_bias='yes' must be of type bool"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 5e5},
-            "rope_scaling.rope_type='llama3' is not supported: only 'default' is",
+            "rope.scaling='llama3' needs rope.low_freq_factor",
         ),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_scaling.rope_type='linear' is not supported",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type='dynamic' is not supported: only 'default', 'linear', 'llama3'",
         ),
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
             },
-            "rope_scaling.rope_type='linear' is not supported",
+            "rope_scaling.rope_type='dynamic' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "rope_scaling.factor='2' must be a number",
         ),
         ({"rope_parameters": []}, "rope_parameters=[] is no object"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_parameters.rope_type='yarn' is not supported",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "rope_parameters.rope_type='proportional' is not supported",
         ),
         ({"rope_parameters": 3}, "rope_parameters=3 is no object"),
         (
@@ -159,10 +160,10 @@ def test_presets_become_configs_of_transformers(name: str) -> None:
 BASE = llama(vocab_size=10, hidden_size=8, num_layers=2, num_heads=2)
 OTHERS: list[tuple[ModelConfig, str]] = [
     (gpt2(vocab_size=10, hidden_size=8, num_layers=2, num_heads=2), "norm='layer_norm'"),
-    (replace(BASE, attention_bias=True), "attention_bias=True, its own is False"),
+    (replace(BASE, attention_bias=True), "attention.output_bias=False, its own is True"),
     (replace(BASE, position="none"), "position='none', its own is 'rope'"),
     (replace(BASE, activation="gelu"), "activation='gelu', its own is 'swiglu'"),
-    (replace(BASE, pattern=("*-", "*.")), "layer 1 of pattern '*.', its own is '*-'"),
+    (replace(BASE, pattern=("*-", "*.")), "layer 1 of pattern='*.', its own is '*-'"),
     (
         replace(BASE, moe=MoEConfig(num_experts=2, top_k=2, expert_ffn_size=4)),
         "moe=MoEConfig(num_experts=2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import mcore_ckpt
 from mcore_ckpt.finding import on_first_rank
 from mcore_ckpt.hf import HFFolder, load_hf
 from mcore_models import ModelConfig
-from mcore_models.hf import ARCHITECTURES, in_force
+from mcore_models.hf import ARCHITECTURES, differences
 from mcore_parallel import Group
 from mcore_train.session import Session
 
@@ -63,13 +63,14 @@ def load_hf_weights(session: Session, found: mcore_ckpt.Found, free: set[str]) -
         mcore_ckpt.CheckpointError: a file is missing or damaged.
     """
     ours, theirs = session.config.model, ModelConfig(**found.state["config"]["model"])
-    for name in (field.name for field in fields(ModelConfig)):
-        now, there = in_force(ours, name), in_force(theirs, name)
-        if now != there and f"model.{name}" not in free:
+    for name, now, there in differences(ours, theirs):
+        if f"model.{name}" not in free:
             raise ValueError(
                 f"model.{name}={now}, but {found.path} has {there}: use {there}, "
                 f"or model.hf={found.path}"
             )
+    # Read by our model: it may have what matters to training alone, such as a router's load.
+    folder = replace(HFFolder.open(found.path, known=ARCHITECTURES), model=ours)
     tensors = session.optimizer.state_tensors()
-    load_hf(found.path, tensors, session.mesh.world, prefix="model/", known=ARCHITECTURES)
+    load_hf(folder, tensors, session.mesh.world, prefix="model/", known=ARCHITECTURES)
     session.optimizer.load_finished()

@@ -3,27 +3,80 @@
 from collections.abc import Mapping
 
 from mcore_models.hf.architecture import Architecture
+from mcore_models.hf.compare import differences
+from mcore_models.hf.gemma import GEMMA2, GEMMA3
+from mcore_models.hf.glm4 import GLM4_MOE
+from mcore_models.hf.gpt2 import GPT2
+from mcore_models.hf.gpt_neox import GPT_NEOX
+from mcore_models.hf.gpt_oss import GPT_OSS
 from mcore_models.hf.llama import DRESS, LLAMA, SIZES, decoder_operators
-from mcore_models.hf.rules import REQUIRED, AllBiases, Field, Only, Ours, Rope, Rule, in_force
+from mcore_models.hf.mamba2 import MAMBA2
+from mcore_models.hf.mistral import MISTRAL, MIXTRAL
+from mcore_models.hf.nemotron_h import NEMOTRON_H
+from mcore_models.hf.olmo2 import OLMO2
+from mcore_models.hf.phi3 import PHI3
+from mcore_models.hf.qwen import QWEN2, QWEN3, QWEN3_MOE
+from mcore_models.hf.qwen3_next import QWEN3_NEXT
+from mcore_models.hf.rope import Rope
+from mcore_models.hf.rules import REQUIRED, Biases, Choice, Field, Only, Ours, Rule, in_force
+from mcore_models.hf.windows import Windows
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    architecture.name: architecture for architecture in (LLAMA,)
+    architecture.name: architecture
+    for architecture in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        OLMO2,
+        PHI3,
+        GPT2,
+        GPT_NEOX,
+        MIXTRAL,
+        QWEN3_MOE,
+        GLM4_MOE,
+        GPT_OSS,
+        MAMBA2,
+        NEMOTRON_H,
+        QWEN3_NEXT,
+    )
 }
 """The architectures that this package knows, by the name that `config.json` has for them."""
 
 __all__ = [
     "ARCHITECTURES",
     "DRESS",
+    "GEMMA2",
+    "GEMMA3",
+    "GLM4_MOE",
+    "GPT2",
+    "GPT_NEOX",
+    "GPT_OSS",
     "LLAMA",
+    "MAMBA2",
+    "MISTRAL",
+    "MIXTRAL",
+    "NEMOTRON_H",
+    "OLMO2",
+    "PHI3",
+    "QWEN2",
+    "QWEN3",
+    "QWEN3_MOE",
+    "QWEN3_NEXT",
     "REQUIRED",
     "SIZES",
-    "AllBiases",
     "Architecture",
+    "Biases",
+    "Choice",
     "Field",
     "Only",
     "Ours",
     "Rope",
     "Rule",
+    "Windows",
     "decoder_operators",
+    "differences",
     "in_force",
 ]

@@ -1,16 +1,19 @@
 """A Hugging Face architecture as one value: how its configs are read and its tensors named."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mcore_models.build import build_model
 from mcore_models.config import ModelConfig
-from mcore_models.hf.rules import Rule, in_force
-from mcore_parallel.mapping import Operator, TensorMapping
+from mcore_models.hf.compare import TRAINING_ONLY, differences
+from mcore_models.hf.rules import Rule
+from mcore_parallel.mapping import Exact, Operator, TensorMapping
 
-_NEVER_WRITTEN = {"dropout", "init_depth_scaled"}
-_TRAINING_ONLY = {*_NEVER_WRITTEN, "init_std"}
+_NEVER_WRITTEN = frozenset({"dropout", "init_depth_scaled"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +25,15 @@ class Architecture:
         model_type: what it has under `model_type`.
         rules: between the fields of `config.json` and `ModelConfig`, in both directions.
         operators: of a model, the operators between its tensors there and ours.
+        unwritten: fields of `config.json` that say in which form tensors are stored that are read
+            and never written, such as `quantization_config`.
     """
 
     name: str
     model_type: str
     rules: tuple[Rule, ...]
     operators: Callable[[ModelConfig], Iterable[Operator]]
+    unwritten: tuple[str, ...] = ()
 
     def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model that a `config.json` describes.
@@ -52,28 +58,41 @@ class Architecture:
         Raises:
             ValueError: the architecture cannot express the model; names the first field.
         """
-        config = {**(base or {}), "architectures": [self.name], "model_type": self.model_type}
+        kept = {name: value for name, value in (base or {}).items() if name not in self.unwritten}
+        config = {**kept, "architectures": [self.name], "model_type": self.model_type}
         if base is not None and self._says(config, model):
             return config  # as it was: fields that it leaves to their defaults stay out
         for rule in self.rules:
             rule.write(model, config)
         try:
-            difference = _difference(model, self.read_config(config))
+            written = self.read_config(config)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot express the model: {error}") from None
-        if difference is not None:
-            raise ValueError(f"{self.name} cannot express {difference}")
+        for name, wanted, own in differences(model, written):
+            if name not in TRAINING_ONLY:
+                raise ValueError(
+                    f"{self.name} cannot express {name}={wanted!r}, its own is {own!r}"
+                )
         return config
 
     def _says(self, config: Mapping[str, Any], model: ModelConfig) -> bool:
         try:
-            return _difference(model, self.read_config(config), but=_NEVER_WRITTEN) is None
+            said = self.read_config(config)
         except ValueError:
             return False
+        return all(name in _NEVER_WRITTEN for name, _, _ in differences(model, said))
 
     def mapping(self, model: ModelConfig) -> TensorMapping:
-        """Return the mapping between the tensors of a model there and here."""
-        return TensorMapping(self.operators(model))
+        """Return the mapping between the tensors of a model there and here.
+
+        What routers remember of the last batch is nothing that theirs have: it begins with zeros.
+        """
+        operators = list(self.operators(model))
+        if model.moe is not None and model.moe.keeps_load:
+            router = "layers.{layer}.moe.router"
+            weight, load = f"{router}.weight", f"{router}.load"
+            operators.append(Exact((weight,), (weight, load), _with_load, _without_load))
+        return TensorMapping(operators)
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every global tensor of a model, from the model itself."""
@@ -96,21 +115,10 @@ class Architecture:
             raise ValueError(f"no model architecture: {error}") from None
 
 
-def _difference(
-    asked: ModelConfig, expressed: ModelConfig, but: Set[str] = _TRAINING_ONLY
-) -> str | None:
-    """Return what is first different between two models, None when they compute the same.
+def _with_load(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    (weight,) = tensors
+    return weight, torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
 
-    but: fields that are left out of account.
-    """
-    for name in (field.name for field in fields(ModelConfig)):
-        if name in but or name == "pattern":
-            continue
-        wanted, got = in_force(asked, name), in_force(expressed, name)
-        if wanted != got:
-            return f"{name}={wanted!r}, its own is {got!r}"
-    layers = zip(asked.layer_pattern, expressed.layer_pattern, strict=True)
-    for i, (wanted, got) in enumerate(layers):
-        if wanted != got:
-            return f"layer {i} of pattern {wanted!r}, its own is {got!r}"
-    return None
+
+def _without_load(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[:1]

@@ -1,16 +1,16 @@
 """LLaMA and what has its shape: Llama 2 and 3, SmolLM2, TinyLlama and others of their class."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.rules import AllBiases, Field, Only, Ours, Rope
+from mcore_models.hf.rope import Rope
+from mcore_models.hf.rules import Biases, Field, Only, Ours
 from mcore_parallel.mapping import Drop, Operator, Rename
 
-SIZES = (
+STACK = (
     Field("vocab_size", "vocab_size", int),
     Field("hidden_size", "hidden_size", int),
-    Field("intermediate_size", "ffn_size", int),
     Field("num_hidden_layers", "num_layers", int),
     Field("num_attention_heads", "num_heads", int),
     Field("num_key_value_heads", "num_kv_heads", int, default=None),
@@ -18,30 +18,51 @@ SIZES = (
     Field("max_position_embeddings", "max_positions", int, default=2048),
     Field("initializer_range", "init_std", float, default=0.02),
 )
-"""Rules for the sizes of a decoder, which most architectures call alike."""
+"""Rules for the sizes of a decoder, which most architectures call alike, but for the MLP's."""
 
-DRESS = (
+SIZES = (*STACK, Field("intermediate_size", "ffn_size", int))
+"""Rules for all sizes of a decoder with an MLP in its layers."""
+
+PLAIN = Only("quantization_config", None)
+"""No weight is quantised."""
+
+NORMED = (
     Field("rms_norm_eps", "norm_eps", float, default=1e-6),
-    Only("hidden_act", "silu", absent="silu"),
     Only("attention_dropout", 0.0, absent=0.0),
-    Only("quantization_config", None),
+    PLAIN,
     Ours("norm", "rms_norm"),
-    Ours("activation", "swiglu"),
 )
+"""Rules for RMSNorm."""
+
+DRESS = (*NORMED, Only("hidden_act", "silu", absent="silu"), Ours("activation", "swiglu"))
 """Rules for RMSNorm and SwiGLU."""
 
+TIED = Field("tie_word_embeddings", "tied_embeddings", bool, default=False)
+"""Whether the head is the embedding; in some architectures it is unless the field says no."""
 
-def decoder_operators(model: ModelConfig) -> Iterator[Operator]:
-    """Yield the operators for the tensors that LLaMA and its kin call alike."""
+NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+"""Norms of a layer there and here."""
+
+
+def decoder_operators(model: ModelConfig, norms: Mapping[str, str] = NORMS) -> Iterator[Operator]:
+    """Yield the operators for the tensors that LLaMA and its kin call alike.
+
+    norms: those of a layer, where they are others or called otherwise.
+    """
+    yield Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq")  # follows from the config
+    if model.tied_embeddings:
+        yield Drop("lm_head.weight", repeats="model.embed_tokens.weight")
     yield Rename("model.embed_tokens.weight", "embedding.weight")
     yield Rename("model.norm.weight", "final_norm.weight")
-    yield Rename("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.input_norm.weight")
-    yield Rename(
-        "model.layers.{layer}.post_attention_layernorm.weight", "layers.{layer}.post_norm.weight"
-    )
+    for theirs, ours in norms.items():
+        yield Rename(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
     yield Rename(
         "model.layers.{layer}.self_attn.{part:q|k|v|o}_proj.{kind:weight|bias}",
         "layers.{layer}.attention.{part}.{kind}",
+    )
+    yield Rename(
+        "model.layers.{layer}.self_attn.{part:q|k}_norm.weight",
+        "layers.{layer}.attention.{part}_norm.weight",
     )
     yield Rename(
         "model.layers.{layer}.mlp.{part:gate|up|down}_proj.{kind:weight|bias}",
@@ -49,23 +70,10 @@ def decoder_operators(model: ModelConfig) -> Iterator[Operator]:
     )
 
 
-def _operators(model: ModelConfig) -> Iterator[Operator]:
-    yield Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq")  # follows from the config
-    if model.tied_embeddings:
-        yield Drop("lm_head.weight", repeats="model.embed_tokens.weight")
-    yield from decoder_operators(model)
-
-
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
-    rules=(
-        *SIZES,
-        *DRESS,
-        Field("tie_word_embeddings", "tied_embeddings", bool, default=False),
-        AllBiases(),
-        Rope(),
-    ),
-    operators=_operators,
+    rules=(*SIZES, *DRESS, TIED, Biases(mlp="mlp_bias"), Rope()),
+    operators=decoder_operators,
 )
-"""`LlamaForCausalLM` (Touvron et al., 2023)."""
+"""`LlamaForCausalLM` (Touvron et al., 2023; Llama 3 Team, 2024)."""

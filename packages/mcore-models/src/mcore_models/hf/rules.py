@@ -1,7 +1,7 @@
 """Small two-way rules between the fields of a `config.json` and those of a `ModelConfig`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -36,8 +36,20 @@ class Rule(Protocol):
 
 
 def in_force(model: ModelConfig, field: str) -> Any:
-    """The value of a field of `ModelConfig`, or what is in force where it is None."""
+    """The value of a field of `ModelConfig`, or what is in force where it is None.
+
+    `moe.top_k` is the field of a part; None where the model has no such part.
+    """
+    part, dot, name = field.rpartition(".")
+    if dot:
+        return getattr(getattr(model, part), name, None)
     return getattr(model, IN_FORCE.get(field, field))
+
+
+def give(fields: dict[str, Any], field: str, value: Any) -> None:
+    """Set an argument of `ModelConfig`; `moe.top_k` that of a part."""
+    part, dot, name = field.rpartition(".")
+    (fields.setdefault(part, {}) if dot else fields)[name] = value
 
 
 def put(config: dict[str, Any], name: str, value: Any) -> None:
@@ -48,34 +60,87 @@ def put(config: dict[str, Any], name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Field:
-    """A field that both have, of type `kind` (int, float or bool); absent or null is `default`."""
+    """A field that both have, of type `kind` (int, float or bool); absent or null is `default`.
+
+    `ours` may be that of a part, `moe.top_k`. `also` are other names that theirs has had; it is
+    written under the one that is there.
+    """
 
     theirs: str
     ours: str
     kind: type
     default: Any = REQUIRED
+    also: tuple[str, ...] = ()
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Take the value over."""
-        value = config.get(self.theirs)
+        name = self._name(config)
+        value = config.get(name)
         if value is None:
             if self.default is REQUIRED:
                 raise ValueError(f"{self.theirs} is missing")
-            fields[self.ours] = self.default
+            give(fields, self.ours, self.default)
             return
         known = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in known:
-            raise ValueError(f"{self.theirs}={value!r} must be of type {self.kind.__name__}")
-        fields[self.ours] = self.kind(value)
+            raise ValueError(f"{name}={value!r} must be of type {self.kind.__name__}")
+        give(fields, self.ours, self.kind(value))
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Write the value in force."""
-        put(config, self.theirs, in_force(model, self.ours))
+        put(config, self._name(config), in_force(model, self.ours))
+
+    def _name(self, config: Mapping[str, Any]) -> str:
+        names = (self.theirs, *self.also)
+        return next((name for name in names if config.get(name) is not None), self.theirs)
+
+
+def with_defaults(rules: Iterable[Rule], **defaults: Any) -> tuple[Rule, ...]:
+    """Return rules of which some fields, by their names there, have other defaults."""
+    rules = tuple(rules)
+    changed = {
+        rule.theirs: replace(rule, default=defaults[rule.theirs])
+        for rule in rules
+        if isinstance(rule, Field) and rule.theirs in defaults
+    }
+    assert changed.keys() == defaults.keys(), f"no rule is about {defaults.keys() - changed.keys()}"
+    return tuple(changed.get(getattr(rule, "theirs", ""), rule) for rule in rules)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field with a few values, `(theirs, ours)` each; absent is the first of them.
+
+    Of several that mean the same the first is written, unless another is there already.
+    """
+
+    theirs: str
+    ours: str
+    values: tuple[tuple[str, Any], ...]
+
+    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """Take over what the value means."""
+        value = config.get(self.theirs)
+        value = self.values[0][0] if value is None else value
+        if value not in dict(self.values):
+            known = ", ".join(repr(theirs) for theirs, _ in self.values)
+            raise ValueError(f"{self.theirs}={value!r} is not supported: only {known}")
+        give(fields, self.ours, dict(self.values)[value])
+
+    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
+        """Write what means the value in force, if anything does."""
+        wanted = in_force(model, self.ours)
+        if dict(self.values).get(config.get(self.theirs, self.values[0][0])) == wanted:
+            return
+        for theirs, ours in self.values:
+            if ours == wanted:
+                put(config, self.theirs, theirs)
+                return
 
 
 @dataclass(frozen=True)
 class Only:
-    """A field of theirs that is supported with one value alone; absent is `absent`."""
+    """A field of theirs that is supported with one value alone; absent or null is `absent`."""
 
     theirs: str
     value: Any
@@ -83,7 +148,8 @@ class Only:
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Check the value."""
-        value = config.get(self.theirs, self.absent)
+        value = config.get(self.theirs)
+        value = self.absent if value is None else value
         if value != self.value:
             raise ValueError(f"{self.theirs}={value!r} is not supported: only {self.value!r} is")
 
@@ -102,74 +168,62 @@ class Ours:
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Set it."""
-        fields[self.ours] = self.value
+        give(fields, self.ours, self.value)
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Nothing: theirs does not say it."""
 
 
 @dataclass(frozen=True)
-class AllBiases:
-    """Biases everywhere or nowhere, from `attention_bias` (q, k, v and o) and `mlp_bias`."""
+class Biases:
+    """Biases of attention, from `attention_bias`, and of the MLP, from the field that `mlp` names.
+
+    output: whether that of attention is about its output projection, too, which otherwise has none.
+    """
+
+    output: bool = True
+    mlp: str | None = None
+    default: bool = False
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """Set `linear_bias`."""
-        attention, mlp = (config.get(name) or False for name in ("attention_bias", "mlp_bias"))
-        if type(attention) is not bool or type(mlp) is not bool or attention != mlp:
-            raise ValueError(
-                f"attention_bias={attention!r} with mlp_bias={mlp!r} is not supported: linear "
-                f"layers have biases all of them or none"
-            )
-        fields["linear_bias"] = attention
+        """Set which linear layers have one."""
+        attention = self._flag(config, "attention_bias", self.default)
+        give(fields, "attention_bias", attention)
+        give(fields, "attention.output_bias", attention and self.output)
+        give(fields, "mlp_bias", self.mlp is not None and self._flag(config, self.mlp, False))
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Set both."""
-        for name in ("attention_bias", "mlp_bias"):
-            put(config, name, model.linear_bias)
+        put(config, "attention_bias", model.qkv_bias)
+        if self.mlp is not None:
+            put(config, self.mlp, model.ffn_bias)
 
-
-def _plain_rope(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return what `name` says of rotary positions that are not scaled; {} when it is absent."""
-    given = {} if config.get(name) is None else config[name]
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{name}={given!r} is no object")
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ValueError(f"{name}={given!r} differs between layers, which is not supported")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{name}.rope_type={kind!r} is not supported: only 'default' is")
-    return given
+    def _flag(self, config: Mapping[str, Any], name: str, default: bool) -> bool:
+        value = config.get(name)
+        if value is not None and type(value) is not bool:
+            raise ValueError(f"{name}={value!r} must be of type bool")
+        return default if value is None else value
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Plain rotary positions over the whole head; scaled or partial ones are refused.
+class Scale:
+    """The scale of attention scores, from the number of which it is the inverse square root."""
 
-    The base is `rope_parameters.rope_theta` (transformers 5) or `rope_theta` beside a
-    `rope_scaling` (before). Absent, it is `default_base`.
-    """
-
-    default_base: float = 10000.0
+    theirs: str
+    default: float
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """Set `position` and `rope_base`."""
-        # Where both are there, transformers takes `rope_scaling`.
-        parameters = _plain_rope(config, "rope_parameters")
-        given = _plain_rope(config, "rope_scaling") or parameters
-        share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if share not in (None, 1):
-            raise ValueError(f"partial_rotary_factor={share!r} is not supported: only 1.0 is")
-        base = given.get("rope_theta", config.get("rope_theta"))
-        base = self.default_base if base is None else base
-        if type(base) not in (int, float):
-            raise ValueError(f"rope_theta={base!r} must be of type float")
-        fields["position"], fields["rope_base"] = "rope", float(base)
+        """Set `attention.scale`."""
+        value = config.get(self.theirs)
+        value = self.default if value is None else value
+        if type(value) not in (int, float) or not value > 0:
+            raise ValueError(f"{self.theirs}={value!r} must be a number greater than 0")
+        give(fields, "attention.scale", value**-0.5)
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
-        """Set the base, where `config` has it already; else as `rope_theta`, which all read."""
-        if config.get("rope_parameters") is not None:
-            parameters = dict(config["rope_parameters"])
-            put(parameters, "rope_theta", model.rope_base)
-            config["rope_parameters"] = parameters
-        else:
-            put(config, "rope_theta", model.rope_base)
+        """Set the number, a whole one if it is that."""
+        scale = model.attention.scale or model.head_size**-0.5
+        current = config.get(self.theirs, self.default)
+        if type(current) not in (int, float) or current**-0.5 != scale:
+            whole = round(scale**-2)
+            config[self.theirs] = whole if whole and whole**-0.5 == scale else scale**-2

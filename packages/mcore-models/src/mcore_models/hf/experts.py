@@ -1,0 +1,56 @@
+"""What architectures with mixtures of experts have in common."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_models.config import ModelConfig
+from mcore_models.hf.rules import put
+from mcore_parallel.mapping import Operator, Rename, Stack
+
+
+def expert_operators(
+    block: str = "model.layers.{layer}.mlp", names: Mapping[str, str] | None = None
+) -> Iterator[Operator]:
+    """Yield the operators for a router and for experts that are stored one by one.
+
+    block: what stands before `gate.weight` and `experts.{expert}`. names: of the gate, up and down
+        projections there; default `gate_proj` and so on.
+    """
+    ours = "layers.{layer}.moe"
+    names = names or {part: f"{part}_proj" for part in ("gate", "up", "down")}
+    for part, theirs in names.items():
+        stacked = f"{ours}.experts.{part}.weight"
+        yield Stack(f"{block}.experts.{{expert}}.{theirs}.weight", stacked)
+    yield Rename(f"{block}.gate.weight", f"{ours}.router.weight")
+
+
+@dataclass(frozen=True)
+class DenseLayers:
+    """Which layers have an MLP in place of experts: `first_k_dense_replace` of the first ones."""
+
+    theirs: str = "first_k_dense_replace"
+    default: int = 0
+
+    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """Set `pattern`, where there are any."""
+        given = config.get(self.theirs)
+        dense = self.default if given is None else given
+        layers = fields["num_layers"]
+        if type(dense) is not int or not 0 <= dense < layers:
+            raise ValueError(
+                f"{self.theirs}={dense!r} is not supported: 0 to {layers - 1} of {layers} layers"
+            )
+        set_pattern(fields, range(dense))
+
+    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
+        """Set the number of layers before the first one with experts."""
+        sparse = model.layers_with("E")
+        put(config, self.theirs, sparse[0] if sparse else model.num_layers)
+
+
+def set_pattern(fields: dict[str, Any], dense: range | set[int]) -> None:
+    """Give the layers of `dense` an MLP, the others experts."""
+    if dense:
+        layers = range(fields["num_layers"])
+        fields["pattern"] = tuple("*-" if i in dense else "*E" for i in layers)
