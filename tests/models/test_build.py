@@ -107,7 +107,7 @@ def test_builders_may_replace_built_in_letters() -> None:
 
 def test_unknown_letters_are_refused_by_name() -> None:
     config = replace(LLAMA, pattern="*- *Q *- *-")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"layer 1 asks for 'Q'.*\*, -, .*P.*builders="):
+    with pytest.raises(ValueError, match=r"layer 1 asks for 'Q'.*\*, .*-, .*P.*builders="):
         build_model(config, builders={"P": plain})
 
 

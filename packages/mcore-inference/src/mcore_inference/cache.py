@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, and states of recurrent layers.
+"""What layers keep of earlier tokens, such as keys and values, and states of recurrent layers.
 
 K kv heads of this rank, D head size, T new tokens of a forward pass, N sequences in it.
 """
@@ -51,16 +51,16 @@ class ContiguousCache:
 
     Satisfies `mcore_models.KVCache`. `open` gives a sequence its slots, `close` gives them back.
     Before each forward pass `begin` says how many new tokens each sequence brings; every attention
-    layer then calls `extend` once, every recurrent layer `recall` and `keep`, which have a second
-    pool with one slot per sequence. A layer's tensors are made at its first use, so that a pipeline
-    stage holds only its own layers, and a layer only what it needs; they grow with what is open,
-    and go when nothing is.
+    layer then calls `extend` (or `append`, with whatever it keeps of a token) once, every recurrent
+    layer `recall` and `keep`, which have a second pool with one slot per sequence. A layer's
+    tensors are made at its first use, so that a pipeline stage holds only its own layers, and a
+    layer only what it needs; they grow with what is open, and go when nothing is.
     """
 
     def __init__(self) -> None:
         self._spans: dict[int, _Span] = {}
         self._opened = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
         self._pass: _Pass | None = None
 
@@ -143,15 +143,24 @@ class ContiguousCache:
 
         The keys and values returned may be views of the pool: read them before the next pass.
         """
+        (keys, values), cu_seqlens, max_seqlen = self.append(layer, (k, v))
+        return keys, values, cu_seqlens, max_seqlen
+
+    def append(
+        self, layer: int, rows: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor, int]:
+        """See `mcore_models.KVCache.append`: each of `rows` is [T, …] of the tokens of this pass.
+
+        What is returned may be views of the pool: read it before the next pass.
+        """
         now = self._pass
-        assert now is not None, "begin comes before extend"
-        old = self._layers.get(layer)
-        keys = _pool(old and old[0], k, self.num_slots)
-        values = _pool(old and old[1], v, self.num_slots)
-        self._layers[layer] = keys, values
-        _put(keys, now.write, k)
-        _put(values, now.write, v)
-        return _take(keys, now.read), _take(values, now.read), now.cu_seqlens, now.max_seqlen
+        assert now is not None, "begin comes before append"
+        old = self._layers.get(layer, (None,) * len(rows))
+        pools = tuple(_pool(a, b, self.num_slots) for a, b in zip(old, rows, strict=True))
+        self._layers[layer] = pools
+        for pool, new in zip(pools, rows, strict=True):
+            _put(pool, now.write, new)
+        return tuple(_take(pool, now.read) for pool in pools), now.cu_seqlens, now.max_seqlen
 
     def recall(self, layer: int) -> tuple[Tensor, ...] | None:
         """See `mcore_models.KVCache.recall`; may be views of the pool, read them before `keep`."""

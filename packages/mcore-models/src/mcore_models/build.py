@@ -67,7 +67,7 @@ def build_model(
     recompute.check(config, mesh.config)
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
-        target = Target.of(place, dtype=dtype, head_dim=config.head_size or None)
+        target = Target.of(place, dtype=dtype, head_dim=_head_size(config))
         kernels = Kernels(kernels or KernelConfig(), target)
     chunks = [stage_layers] if stage_layers is not None else _chunks(config, mesh)
     _check_agreement(mesh, config, kernels, key)
@@ -85,6 +85,13 @@ def build_model(
         return model.to(device)
     _place(model, device, dtype, key)
     return model
+
+
+def _head_size(config: ModelConfig) -> int | None:
+    """The channels of a head's queries and keys; None without heads."""
+    if config.head_size or config.latent is None:
+        return config.head_size or None
+    return config.latent.query_dim
 
 
 def _chunks(config: ModelConfig, mesh: ParallelMesh) -> list[range]:
@@ -110,7 +117,7 @@ def check_layout(
     _check_experts(config, parallel)
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
-        whole = sorted(letters - set("*M-E.") | letters & set("*M") & set(builders or {}))
+        whole = sorted(letters - set("*+MG-E.") | letters & set("*+MG") & set(builders or {}))
         if whole:
             names = " and ".join(f"the part {x!r}" for x in whole)
             raise ValueError(f"{names} cannot split documents over cp={cp} ranks: use cp=1")
@@ -125,6 +132,11 @@ def check_layout(
     if "M" in letters and config.mamba is not None:
         counts["mamba.num_heads"] = config.mamba.num_heads, _divides
         counts["mamba.num_groups"] = config.mamba.num_groups, _divides_or_is_divided
+    if "G" in letters and config.delta_net is not None:
+        counts["delta_net.num_value_heads"] = config.delta_net.num_value_heads, _divides
+        counts["delta_net.num_key_heads"] = config.delta_net.num_key_heads, _divides_or_is_divided
+    if "+" in letters and config.latent is not None:
+        counts["latent.num_heads"] = config.latent.num_heads, _divides
 
     def bad(degree: int) -> list[str]:
         return [f"{name}={n}" for name, (n, fits) in counts.items() if not fits(degree, n)]
@@ -147,6 +159,11 @@ def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
         heads, groups = mamba.num_heads // tp, max(mamba.num_groups // tp, 1)
         what = f"cp={cp}: Mamba-2's {heads} heads and {groups} groups (of tp={tp})"
         check_heads(heads, groups, cp, what=what)
+    if config.delta_net is not None:
+        heads = config.delta_net.num_value_heads // tp
+        keys = max(config.delta_net.num_key_heads // tp, 1)
+        what = f"cp={cp}: the delta net's {heads} value heads and {keys} key heads (of tp={tp})"
+        check_heads(heads, keys, cp, what=what)
     for index, letters in enumerate(config.layer_pattern):
         if "*" in letters:
             check_context_attention(
@@ -155,6 +172,9 @@ def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
                 num_heads=config.num_heads // tp,
                 num_kv_heads=max(config.kv_heads // tp, 1),
             )
+        if "+" in letters and config.latent is not None:
+            heads, kind = config.latent.num_heads // tp, parallel.context_kind_of(index)
+            check_context_attention(kind, cp, num_heads=heads, num_kv_heads=heads)
 
 
 def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:

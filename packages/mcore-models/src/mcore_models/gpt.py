@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from mcore_kernels import rope_cos_sin
 from mcore_models.common.auxiliary import AuxiliaryLosses
 from mcore_models.common.batch import (
     GlobalCounts,
@@ -22,8 +22,11 @@ from mcore_models.common.batch import (
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.latent_attention import latent_rotary
 from mcore_models.common.moe import auxiliary_names
+from mcore_models.common.mtp import PredictionDepth, loss_names
 from mcore_models.common.norm import build_norm
+from mcore_models.common.rope import local_rotary_angles, rotary_angles
 from mcore_models.config import ModelConfig
 from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
 from mcore_parallel.tensor import (
@@ -39,8 +42,9 @@ class GPT(nn.Module):
 
     Make it with `build_model`. As one pipeline stage of several it holds that stage's layers, in
     `chunks` that lie apart in the model; the first chunk of all has the embedding, the last the
-    final norm and the head. With tied embeddings the last stage holds a copy of `embedding.weight`,
-    which `specs` describes as a replica.
+    final norm, the head and what predicts further tokens in training. With tied embeddings or
+    further predictions the last stage holds a copy of `embedding.weight`, which `specs` describes
+    as a replica.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class GPT(nn.Module):
         self.sequence_parallel = build.sequence_parallel
         self.is_first = build.mesh.is_first_stage
         self.is_last = build.mesh.is_last_stage
-        if self.is_first or (self.is_last and config.tied_embeddings):
+        if self.is_first or (self.is_last and config.embeds_at_end):
             self.embedding = _token_embedding(config, build)
         if self.is_first and config.position == "learned":
             self.position_embedding = PositionEmbedding(config, build)
@@ -62,6 +66,8 @@ class GPT(nn.Module):
         if self.is_last:
             self.final_norm = build_norm(config, build, config.num_layers)
             self.lm_head = _head(config, build)
+        depths = range(len(config.mtp_pattern) if self.is_last else 0)
+        self.mtp = nn.ModuleDict({str(k): PredictionDepth(config, build, k) for k in depths})
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, *, rng: RngKey | None = None
@@ -107,8 +113,9 @@ class GPT(nn.Module):
             rng: key of this step's dropout; the same on all ranks.
             cache: what layers keep of earlier tokens; the batch then holds new tokens only.
             logits_at: [R] int64, the tokens whose logits are wanted (last stage; default all).
-            auxiliary: takes the losses of this stage's layers, in training mode; see
-                `auxiliary_losses`. Without it there are none.
+            auxiliary: takes the losses of this stage's layers, in training mode, and those of
+                further tokens if the batch has labels; see `auxiliary_losses`. Without it there are
+                none.
             chunk: which of this stage's chunks to run, default the last.
 
         Raises:
@@ -127,6 +134,8 @@ class GPT(nn.Module):
         if not self.is_last or chunk < len(self.chunks) - 1:
             return hidden
         hidden = self.final_norm(hidden)
+        if self.mtp and context.auxiliary is not None and batch.labels is not None:
+            hidden = self._predict_further(hidden, context, context.auxiliary)
         if logits_at is not None:
             if self.sequence_parallel:
                 raise ValueError(
@@ -134,9 +143,16 @@ class GPT(nn.Module):
                     f"tp={self.mesh.tp.size}"
                 )
             hidden = hidden[logits_at]
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [T, v] from normed hidden states [t, H]."""
+        if self.config.logit_scale != 1:
+            hidden = hidden * self.config.logit_scale
         tied = self.embedding.weight if self.config.tied_embeddings else None
         logits: Tensor = self.lm_head(hidden, tied)
-        return logits
+        cap = self.config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def loss(
         self,
@@ -164,6 +180,11 @@ class GPT(nn.Module):
         if auxiliary is None:
             auxiliary = self.auxiliary_losses(counts)
         logits = self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
+        return counts.mean(self._summed_loss(logits, batch))
+
+    def _summed_loss(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """The sum of the valid tokens' cross-entropy."""
+        assert batch.labels is not None
         losses = vocab_parallel_cross_entropy(
             logits,
             batch.labels,
@@ -174,25 +195,50 @@ class GPT(nn.Module):
         if batch.loss_mask is not None:
             # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
             losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
-        return counts.mean(losses.sum())
+        return losses.sum()
+
+    def _predict_further(
+        self, hidden: Tensor, context: TokenContext, auxiliary: AuxiliaryLosses
+    ) -> Tensor:
+        """Return `hidden` [t, H] with the losses of further tokens attached."""
+        config, batch = self.config, context.batch
+        assert config.mtp is not None
+        if batch.further_tokens is None:
+            batch = batch.look_ahead(config.mtp.num_depths)
+        found = hidden
+        for depth, (name, module) in enumerate(
+            zip(loss_names(config), self.mtp.values(), strict=True)
+        ):
+            ahead = batch.at_depth(depth)
+            embedded = self._embed_tokens(ahead.tokens)
+            if context.dropout is not None:
+                embedded = context.dropout(embedded, "mtp", depth)
+            found = module(found, embedded, replace(context, batch=ahead))
+            loss = auxiliary.counts.mean(self._summed_loss(self._logits(found), ahead))
+            # Every tensor-parallel rank has all of it; it is counted once.
+            counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)
+            hidden = auxiliary.attach(hidden, name, loss * config.mtp.depth_weight, counted)
+        return hidden
 
     def auxiliary_losses(self, counts: GlobalCounts) -> AuxiliaryLosses:
         """A collector of the losses that the model's layers add to the gradient.
 
         Pass one to every `stage_forward` and `loss` of a step, on every pipeline stage. Its names
-        are those of the whole model, the same on every rank.
+        are those of the whole model, the same on every rank. Of the losses of further tokens
+        (`mtp_loss_0`, …) it has the values before they are weighed.
         """
-        return AuxiliaryLosses(counts, auxiliary_names(self.config.moe))
+        names = (*auxiliary_names(self.config.moe), *loss_names(self.config))
+        return AuxiliaryLosses(counts, names)
 
     def specs(self) -> dict[str, ParamSpec]:
         """Layout, initial values and gradient synchronisation of every parameter here, by name.
 
-        Replicas count over the tensor-parallel group and, for tied embeddings on two pipeline
-        stages, over `mesh.embedding`, over which their gradients are to be summed.
+        Replicas count over the tensor-parallel group and, for embeddings on two pipeline stages,
+        over `mesh.embedding`, over which their gradients are to be summed.
         """
         specs = param_specs(self, tp=self.mesh.tp, sequence_parallel=self.sequence_parallel)
         ends = self.mesh.embedding
-        if self.config.tied_embeddings and ends.size > 1:
+        if self.config.embeds_at_end and ends.size > 1:
             spec = specs["embedding.weight"]
             specs["embedding.weight"] = replace(
                 spec,
@@ -203,12 +249,17 @@ class GPT(nn.Module):
 
     def _embed(self, context: TokenContext) -> Tensor:
         batch = context.batch
-        hidden: Tensor = self.embedding(batch.tokens)
+        hidden = self._embed_tokens(batch.tokens)
         if self.config.position == "learned":
             hidden = hidden + self.position_embedding(self._local(batch.positions))
         if context.dropout is not None:
             hidden = context.dropout(hidden, "embedding")
         return hidden
+
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(tokens)
+        scale = self.config.embedding_scale
+        return hidden if scale == 1 else hidden * scale
 
     def _context(
         self,
@@ -218,9 +269,10 @@ class GPT(nn.Module):
         auxiliary: AuxiliaryLosses | None,
     ) -> TokenContext:
         config = self.config
-        rotary, dropout = None, None
+        rotary, local, dropout = None, None, None
         if config.position == "rope" and config.num_heads:
-            rotary = rope_cos_sin(batch.positions, config.head_size, base=config.rope_base)
+            rotary = rotary_angles(config, batch, self.mesh.cp)
+            local = local_rotary_angles(config, batch)
         if self.training and config.dropout:
             if rng is None or batch.rows is None:
                 missing = "rng=RngKey(…)" if rng is None else "rows in the batch"
@@ -233,6 +285,8 @@ class GPT(nn.Module):
         return TokenContext(
             batch=batch,
             rotary=rotary,
+            rotary_local=local,
+            latent_rotary=latent_rotary(config, batch.positions),
             cache=cache,
             dropout=dropout,
             auxiliary=auxiliary if self.training else None,

@@ -12,7 +12,9 @@ from mcore_models.common.batch import (
 from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.common.decoder import Decoder
+from mcore_models.common.delta_net import DeltaNet
 from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.latent_attention import LatentAttention
 from mcore_models.common.mamba2 import Mamba2
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe import MoE, Routing
@@ -26,8 +28,10 @@ __all__ = [
     "BuildContext",
     "Builder",
     "Decoder",
+    "DeltaNet",
     "GlobalCounts",
     "KVCache",
+    "LatentAttention",
     "LayerNorm",
     "Mamba2",
     "MoE",

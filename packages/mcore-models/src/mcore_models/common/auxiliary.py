@@ -34,8 +34,12 @@ class AuxiliaryLosses:
         """The names of the losses, in the same order on every rank."""
         return tuple(self._shares)
 
-    def attach(self, hidden: Tensor, name: str, share: Tensor) -> Tensor:
+    def attach(
+        self, hidden: Tensor, name: str, share: Tensor, value: Tensor | None = None
+    ) -> Tensor:
         """Return `hidden` itself, in whose backward pass `share`, a scalar, gets its gradient.
+
+        value: what is counted in its place, if it is another.
 
         Raises:
             ValueError: there is no loss of that name.
@@ -47,7 +51,8 @@ class AuxiliaryLosses:
             before, value = self._shares[name], value.double()
             self._shares[name] = value if before is None else before + value
 
-        return cast(Tensor, _Attach.apply(hidden, share, count))  # type: ignore[no-untyped-call]
+        value = share if value is None else value
+        return cast(Tensor, _Attach.apply(hidden, share, value, count))  # type: ignore[no-untyped-call]
 
     def count(self, hidden: Tensor, layer: int, choices: Tensor) -> Tensor:
         """Return `hidden` itself, in whose backward pass `choices` [E] of a layer are counted."""
@@ -56,7 +61,7 @@ class AuxiliaryLosses:
             before = self._choices.get(layer)
             self._choices[layer] = value if before is None else before + value
 
-        return cast(Tensor, _Attach.apply(hidden, choices, add))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Attach.apply(hidden, choices, choices, add))  # type: ignore[no-untyped-call]
 
     @property
     def choices(self) -> Mapping[int, Tensor]:
@@ -73,11 +78,13 @@ class AuxiliaryLosses:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, share: Tensor, count: Callable[[Tensor], None]) -> Tensor:
-        ctx.count, ctx.value = count, share.detach()
+    def forward(
+        ctx: Any, hidden: Tensor, share: Tensor, value: Tensor, count: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.count, ctx.value = count, value.detach()
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.count(ctx.value)
-        return grad, torch.ones_like(ctx.value) if ctx.needs_input_grad[1] else None, None
+        return grad, torch.ones_like(ctx.value) if ctx.needs_input_grad[1] else None, None, None

@@ -152,8 +152,8 @@ class TokenBatch:
         """
         if self.shares > 1:
             raise ValueError(
-                f"predicting further tokens needs look_ahead({depths}) before the batch is cut into "
-                f"{self.shares} shares"
+                f"predicting further tokens needs look_ahead({depths}) before the batch is cut "
+                f"into {self.shares} shares"
             )
         if self.labels is None:
             raise ValueError("predicting further tokens needs labels, and the batch has none")

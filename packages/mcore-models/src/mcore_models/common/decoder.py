@@ -22,10 +22,14 @@ class Decoder(nn.ModuleDict):
     Layers that are recomputed as a whole (`RecomputeConfig`) run under `recompute`, and all-gather
     their inputs over the tensor-parallel group where these are spread over it. With several lanes
     (`ParallelConfig`) parts of the micro-batch take turns where they would wait for messages.
+
+    first: the global index of the layer that is called 0.
     """
 
-    def __init__(self, config: ModelConfig, build: BuildContext, layers: Iterable[int]) -> None:
-        super().__init__({str(index): Block(config, build, index) for index in layers})
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, layers: Iterable[int], *, first: int = 0
+    ) -> None:
+        super().__init__({str(index - first): Block(config, build, index) for index in layers})
         self._recompute = build.recompute
         self._spread = build.tp if build.recompute.spread else None
         self._lanes = build.mesh.config.lanes

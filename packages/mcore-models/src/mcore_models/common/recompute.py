@@ -16,7 +16,7 @@ from mcore_parallel import AttentionOp, ParallelConfig
 from mcore_parallel.recompute import recompute
 
 RecomputeMode = Literal["none", "full", "selective"]
-_LETTERS = {"core_attn": "*", "mlp": "-", "moe": "E", "mamba": "M"}
+_LETTERS = {"core_attn": "*+", "mlp": "-", "moe": "E", "mamba": "M", "delta_net": "G"}
 PARTS = (*_LETTERS, "norm")
 """What can be recomputed by itself."""
 
@@ -31,8 +31,8 @@ class RecomputeConfig:
     input of the first is kept; they are recomputed together. spread: of full: under tensor without
     sequence parallelism, where ranks hold equal inputs, each keeps a share of these; costs an
     all-gather of hidden states for each recomputation. parts: of selective: "core_attn" (attention
-    between its projections), "mlp", "moe", "mamba" (whole), "norm" (the norm of each of these,
-    whose output is then not kept).
+    between its projections), "mlp", "moe", "mamba", "delta_net" (whole), "norm" (the norm of each
+    of these, whose output is then not kept).
     """
 
     mode: RecomputeMode = "none"
@@ -83,7 +83,7 @@ class RecomputeConfig:
         """
         if self.mode == "selective":
             letters = set("".join(config.layer_pattern))
-            there = [part for part in PARTS if _LETTERS.get(part, "") in {"", *letters}]
+            there = [p for p in PARTS if p not in _LETTERS or letters & {*_LETTERS[p]}]
             missing = [part for part in self.parts if part not in there]
             if missing:
                 raise ValueError(
