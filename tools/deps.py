@@ -21,7 +21,10 @@ def check(package: Path) -> int:
     """Run deptry over one package folder and return its exit status."""
     command = [sys.executable, "-m", "deptry", "src", "--no-ansi"]
     roots = sorted(p.name.replace("-", "_") for p in package.parent.iterdir() if p.is_dir())
-    mapping = ",".join(f"{root.replace('_', '-')}={root}" for root in roots) + ",pyyaml=yaml"
+    mapping = (
+        ",".join(f"{root.replace('_', '-')}={root}" for root in roots)
+        + ",pyyaml=yaml,flash-attn-4=flash_attn"
+    )
     command += ["--package-module-name-map", mapping]
     if package.name in UNIMPORTED:
         command += ["--per-rule-ignores", "DEP002=" + "|".join(UNIMPORTED[package.name])]

@@ -19,18 +19,23 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def needs_package(name: str, minimum: str) -> Requirement:
-    """The distribution (and module) `name` is installed, at least in version `minimum`.
+def needs_package(name: str, minimum: str, *, distribution: str | None = None) -> Requirement:
+    """The module `name` is installed, by a distribution of at least version `minimum`.
 
-    It is looked up, not imported.
+    It is looked up, not imported. `distribution` is called as the module unless given.
     """
+    package = distribution or name
 
     def check(target: Target) -> str | None:
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed (needs {name}>={minimum})"
-        found = importlib.metadata.version(name)
+        try:
+            missing = importlib.util.find_spec(name) is None
+        except ModuleNotFoundError:  # what it lies in is not there
+            missing = True
+        if missing:
+            return f"{package} is not installed (needs {package}>={minimum})"
+        found = importlib.metadata.version(package)
         if _release(found) < _release(minimum):
-            return f"{name} {found} is installed, needs {name}>={minimum}"
+            return f"{package} {found} is installed, needs {package}>={minimum}"
         return None
 
     return check

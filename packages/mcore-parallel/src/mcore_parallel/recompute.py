@@ -159,12 +159,12 @@ class _Kept:
             if spread is not None and spread.size > 1:
                 stack.enter_context(_spread_over(spread))
             # The first argument lets the result have a node, whatever the tensors are.
-            kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-        self._node = kept.grad_fn
+            # It is the result that holds the node: up to torch 2.11 its `grad_fn` alone does not.
+            self._result = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def get(self) -> list[Tensor]:
         """Return the tensors, without the graph they came from."""
-        saved = cast(tuple[Tensor, ...], self._node.saved_tensors)
+        saved = cast(tuple[Tensor, ...], self._result.grad_fn.saved_tensors)
         pairs = zip(saved, self._needed, strict=True)
         return [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
 

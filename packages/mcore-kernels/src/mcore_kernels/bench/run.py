@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from mcore_kernels.bench.composites import COMPOSITES, composite
 from mcore_kernels.bench.measure import Limits, Timing, timing
-from mcore_kernels.bench.work import BENCHED, Sizes, works
+from mcore_kernels.bench.work import BENCHED, Sizes, Work, works
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.registry import nearest, operator_named, resolve
 from mcore_kernels.target import Target
@@ -43,7 +44,9 @@ class Result:
 def benched(op: str | None) -> Sequence[str]:
     """The operators to measure: one, or all; ValueError for one that there is nothing for."""
     if op is None:
-        return [name for name in OPERATORS if name in BENCHED]
+        return [*(name for name in OPERATORS if name in BENCHED), *COMPOSITES]
+    if op in COMPOSITES:
+        return [op]
     if operator_named(op).name not in BENCHED:
         raise ValueError(f"bench: nothing is measured of {op!r}; {nearest(op, BENCHED)}")
     return [op]
@@ -60,7 +63,19 @@ def bench(
     every: bool = False,
 ) -> Iterator[Result]:
     """Measure the chosen implementation of each operator; with `every`, all that can run."""
+
+    def measured(op: str, name: str, work: Work) -> Result:
+        found = timing(work.run, device, repeats)
+        least = limits.seconds(num_bytes=work.num_bytes, flops=work.flops)
+        return Result(
+            op=op, implementation=name, work=work.name, timing=found, ratio=least / found.median
+        )
+
     for op in ops:
+        if op in COMPOSITES:
+            for name, work in composite(op, target, sizes, every=every):
+                yield measured(op, name, work)
+            continue
         names = [resolve(op, target=target).name]
         if every:
             able = [one.name for one in OPERATORS[op].ranked() if one.refusal(target) is None]
@@ -68,12 +83,7 @@ def bench(
         for name in names:
             call = resolve(op, target=target, require=name)
             for work in works(op, call, sizes, device, target.dtype):
-                found = timing(work.run, device, repeats)
-                least = limits.seconds(num_bytes=work.num_bytes, flops=work.flops)
-                yield Result(
-                    op=op, implementation=name, work=work.name, timing=found,
-                    ratio=least / found.median,
-                )  # fmt: skip
+                yield measured(op, name, work)
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_kernels.ops.moe_permute.assignment import Assignment
+from mcore_kernels.ops.moe_route.rule import RoutingRule
 from mcore_kernels.ops.rope.angles import rope_cos_sin
 from mcore_kernels.quant.formats import E4M3
 
@@ -63,15 +64,20 @@ class Work:
 Make = Callable[..., Tensor]
 
 
-def works(op: str, call: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Work]:
-    """The measured calls of an operator, on numbers drawn at random."""
+def drawn(device: torch.device, dtype: torch.dtype) -> Make:
+    """A maker of tensors of random numbers, by their shapes."""
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        drawn = torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
-        return drawn.to(kind)
+        numbers = torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+        return numbers.to(kind)
 
-    return list(_WORKS[op](call, sizes, make))
+    return make
+
+
+def works(op: str, call: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Work]:
+    """The measured calls of an operator, on numbers drawn at random."""
+    return list(_WORKS[op](call, sizes, drawn(device, dtype)))
 
 
 def _both(
@@ -157,6 +163,7 @@ def _rope(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
     q, k = make(of.tokens, heads, _HEAD), make(of.tokens, max(heads // 4, 1), _HEAD)
     angles = rope_cos_sin(torch.arange(of.tokens, device=q.device), _HEAD)
     size = 2.0 * (q.numel() + k.numel()) * q.itemsize
+    size += sum(x.numel() * x.itemsize for x in angles)
     yield from _both(
         lambda a, b: call(a, b, *angles), [q, k], forward=(size, 0), backward=(size, 0)
     )
@@ -287,6 +294,53 @@ def _grad_stats(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
     yield Work(name="norm and health", run=lambda: call([x]), num_bytes=4.0 * x.numel())
 
 
+def _moe_route(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
+    logits, rule = make(of.tokens, 128, kind=torch.float32), RoutingRule(top_k=8, normalise=True)
+    yield Work(
+        name="forward", run=lambda: call(logits, rule=rule), num_bytes=2.0 * logits.numel() * 4
+    )
+
+
+def _causal_conv1d(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
+    x, weight = make(of.tokens, of.hidden), make(of.hidden, 4)
+    ends = torch.tensor([0, of.tokens], dtype=torch.int32, device=x.device)
+    size = float(x.numel() * x.itemsize)
+    yield from _both(
+        lambda *given: call(*given, cu_seqlens=ends, silu=True)[0], [x, weight],
+        forward=(2 * size, 0), backward=(3 * size, 0),
+    )  # fmt: skip
+
+
+def _ssd_scan(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
+    rows, heads, state = max(of.tokens // 8, 1), max(of.hidden // 64, 1), 128
+    x, dt = make(rows, heads, 64), make(rows, heads)
+    b, c = (make(rows, 1, state) for _ in range(2))
+    a_log = make(heads, kind=torch.float32)
+    ends = torch.tensor([0, rows], dtype=torch.int32, device=x.device)
+    size = 2.0 * (x.numel() + b.numel()) * x.itemsize
+    yield Work(
+        name="forward",
+        run=lambda: call(
+            x, dt, a_log, b, c, cu_seqlens=ends, max_seqlen=rows, dt_limits=(0.0, 1.0)
+        ),
+        num_bytes=size,
+    )
+
+
+def _sample(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
+    rows = 64
+    logits = make(rows, 8 * of.hidden, kind=torch.float32)
+    draws = torch.rand(rows, device=logits.device)
+    options = {
+        "temperature": torch.full((rows,), 0.7, device=logits.device),
+        "top_k": torch.full((rows,), 50, device=logits.device),
+    }
+    yield Work(
+        name="64 rows, top 50", run=lambda: call(logits, draws, **options),
+        num_bytes=4.0 * logits.numel(),
+    )  # fmt: skip
+
+
 _WORKS: dict[str, Callable[[Any, Sizes, Make], Iterator[Work]]] = {
     "linear": _linear,
     "rms_norm": _rms_norm,
@@ -301,12 +355,16 @@ _WORKS: dict[str, Callable[[Any, Sizes, Make], Iterator[Work]]] = {
     "attention": _attention,
     "paged_attention": _paged_attention,
     "cross_entropy": _cross_entropy,
+    "moe_route": _moe_route,
     "moe_permute": _moe_permute,
     "grouped_linear": _grouped_linear,
     "quantize": _quantize,
     "fp8_matmul": _fp8_matmul,
     "adam": _adam,
     "grad_stats": _grad_stats,
+    "causal_conv1d": _causal_conv1d,
+    "ssd_scan": _ssd_scan,
+    "sample": _sample,
 }
 
 BENCHED = tuple(_WORKS)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_kernels.custom_ops import OpLibrary, on_device, programs, rows
 from mcore_kernels.ops.add_rms_norm.reference import check_same_shape
+from mcore_kernels.tuning import tuned
 
 
 @triton.jit
@@ -147,10 +148,12 @@ def _backward_kernel(
         tl.store(db_ptr + tl.program_id(0) * h + col, tl.sum(db, axis=0), mask=known)
 
 
-def _tile(h: int) -> tuple[int, int, int]:
-    """Rows and columns that one program holds, and its warps: about 4,096 elements or one row."""
+def _tile(kernel: str, x: Tensor, h: int) -> tuple[int, int, int]:
+    """Rows and columns that one program holds, and its warps: so many elements, or one row."""
+    elements, of_warp, most = tuned(kernel, x.device, "elements", "elements_of_warp", "most_warps")
     block = triton.next_power_of_2(h)
-    return max(1, min(32, 4096 // block)), block, max(4, min(16, block // 512))
+    rows = max(1, min(32, elements // block))
+    return rows, block, max(4, min(most, rows * block // of_warp))
 
 
 def _forward(
@@ -169,7 +172,7 @@ def _forward(
     if x.numel():
         flat, h = rows(x), x.shape[-1]
         other = flat if residual is None else rows(residual)
-        num_rows, block, warps = _tile(h)
+        num_rows, block, warps = _tile("norm", x, h)
         with on_device(x):
             _forward_kernel[(triton.cdiv(flat.shape[0], num_rows),)](
                 flat, other, _lying(weight, flat), _lying(bias, flat), y, total, mean, rstd,
@@ -220,11 +223,13 @@ def _backward(
     if not source.numel():
         return dx, dw.zero_(), db.zero_()
     flat, dflat, h = rows(source), rows(dy), source.shape[-1]
-    num_rows, block, warps = _tile(h)
-    most = programs(source, per_processor=4)
+    num_rows, block, warps = _tile("norm_backward", source, h)
+    per_processor, stages = tuned("norm_backward", source.device, "per_processor", "stages")
+    most = programs(source, per_processor=per_processor)
     count = min(triton.cdiv(flat.shape[0], num_rows), most)
     # Rows fetched ahead wait in shared memory, of which some GPUs have 99 KB.
-    stages = 3 if 2 * 3 * num_rows * block * source.element_size() <= 96 * 1024 else 1
+    if 2 * stages * num_rows * block * source.element_size() > 96 * 1024:
+        stages = 1
     passed = dflat if dtotal is None else rows(dtotal)
     partial_w = flat.new_empty((count if weight is not None else 0, h), dtype=torch.float32)
     partial_b = flat.new_empty((count if bias is not None else 0, h), dtype=torch.float32)

@@ -62,6 +62,7 @@ class Fp8MatmulOp(Protocol):
     ) -> Tensor:
         """Return `a bᵀ` [M, N] of the tensors that a [M, K], b [N, K] and their scales stand for.
 
-        Sums are kept in float32 and rounded once to `dtype`; `fast` allows the tensor cores their
-        own shorter sums (about 14 bits on Hopper).
+        Sums are kept in float32 and rounded once to `dtype`. Tensor cores that multiply such
+        numbers sum with fewer bits themselves (about 14 on Hopper): no more than 128 products at a
+        time, unless `fast` allows it throughout.
         """

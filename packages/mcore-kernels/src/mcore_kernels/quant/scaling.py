@@ -27,7 +27,9 @@ def scale_of(amax: Tensor, fmt: Format, *, margin: int = 0, power_of_two: bool =
     An amax of 0 has the scale 1. `margin` leaves that many powers of two above; `power_of_two`
     rounds the scale up to one, so that scaling costs no digits.
     """
-    scale = (amax.float() / fmt.maximum * 2.0**margin).clamp(min=SMALLEST)
+    # By a tensor: on a GPU torch divides by a number as it multiplies by its rounded inverse.
+    maximum = torch.full((), fmt.maximum, dtype=torch.float32, device=amax.device)
+    scale = (amax.float() / maximum * 2.0**margin).clamp(min=SMALLEST)
     if power_of_two:
         bits = scale.view(torch.int32)
         rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)

@@ -106,6 +106,8 @@ def fp8_matmul(make: Make) -> Iterator[Case]:
     yield case("pieces and pieces", make(33, 150), make(35, 150), (_PIECE, _PIECE), E5M2)
     yield case("pieces and tiles, several", make(3, 260), make(129, 260), (_PIECE, _TILE))
     yield case("sizes of 16", make(16, 32), make(32, 32), (_TENSOR, _TENSOR))
+    yield case("pieces, sizes of 128", make(128, 256), make(256, 256), (_PIECE, _PIECE))
+    yield case("tiles, sizes of 128", make(256, 128), make(128, 128), (_PIECE, _TILE))
     yield case("rows, sizes of 16", make(16, 32), make(32, 32), (_ROW, _ROW))
     yield case("other blocks", make(4, 8), make(4, 8), ((2, 4), (4, 2)))
     yield case("one", make(1, 1), make(1, 1), (_TENSOR, _TENSOR))

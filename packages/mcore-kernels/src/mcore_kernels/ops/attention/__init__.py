@@ -8,7 +8,16 @@ from mcore_kernels.ops.attention.cudnn import CudnnAttention
 from mcore_kernels.ops.attention.flash import MAX_HEAD_DIM, FlashAttention
 from mcore_kernels.ops.attention.reference import REFERENCE
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
-from mcore_kernels.requirements import needs_arch, needs_device, needs_dtype, needs_head_dim
+from mcore_kernels.requirements import (
+    needs_arch,
+    needs_device,
+    needs_dtype,
+    needs_head_dim,
+    needs_package,
+)
+
+FLASH4_HEAD_DIM = 128
+"""Its largest head size that both Hopper and Blackwell have kernels for."""
 
 OPERATOR = Operator(
     "attention",
@@ -57,6 +66,21 @@ OPERATOR = Operator(
             ),
             priority=30,
             summary="cuDNN for long segments of equal length; others go to flash",
+        ),
+        Implementation(
+            op="attention",
+            name="flash4",
+            fn="mcore_kernels.ops.attention.flash4:ATTENTION",
+            requires=(
+                needs_device("cuda"),
+                needs_arch((9, 0)),
+                needs_dtype(torch.bfloat16, torch.float16),
+                needs_head_dim(maximum=FLASH4_HEAD_DIM, multiple=64),
+                needs_package("flash_attn.cute", "4.0.0", distribution="flash-attn-4"),
+            ),
+            priority=40,
+            summary="FlashAttention-4, all segments at once; compiled when first used; other head "
+            "sizes than 64 and 128 go to flash",
         ),
         Implementation(
             op="attention",

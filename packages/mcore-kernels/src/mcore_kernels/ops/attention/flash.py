@@ -45,14 +45,11 @@ class FlashPlan:
         if not q.numel() or not k.shape[0]:
             lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
             return q.new_zeros(*q.shape[:2], v.shape[2]), lse
-        padded = _padded(q, k, v)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *padded, *self._lengths(), 0.0, self.visibility.causal, False, **self._keywords()
-        )
+        out, lse = self._run_forward(q, k, v)
         out = out[..., : v.shape[-1]]
-        # The kernel marks by +inf a query that sees no key, and one whose scores are NaN.
+        # The kernel marks by an infinity a query that sees no key, and one whose scores are NaN.
         nothing = torch.where(out[..., 0].isnan(), torch.nan, -torch.inf)
-        lse = torch.where(lse.t() == torch.inf, nothing, lse.t())
+        lse = torch.where(lse.t().isinf(), nothing, lse.t())
         stray = self._stray(q, self.segments.cu_seqlens_q)
         if stray is not None:
             out = out.masked_fill(stray[:, None, None], 0.0)
@@ -65,14 +62,8 @@ class FlashPlan:
         """See `mcore_kernels.ops.attention.base.Plan`."""
         if not q.numel() or not k.shape[0]:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        padded = _padded(q, k, v)
-        size = padded[0].shape[-1]
         heads_first = lse.t().masked_fill(lse.t() == -torch.inf, torch.inf).contiguous()
-        unused = q.new_zeros(2, dtype=torch.uint64)  # the state of a dropout that is not done
-        grads = torch.ops.aten._flash_attention_backward(
-            _pad(grad_out, size), *padded, _pad(out, size), heads_first, *self._lengths(), 0.0,
-            self.visibility.causal, unused, unused, **self._keywords(),
-        )  # fmt: skip
+        grads = self._run_backward(grad_out, q, k, v, out, heads_first)
         dq, dk, dv = (grad[..., : x.shape[-1]] for x, grad in zip((q, k, v), grads, strict=True))
         stray_q = self._stray(q, self.segments.cu_seqlens_q)
         stray_k = self._stray(k, self.segments.cu_seqlens_k)
@@ -80,6 +71,27 @@ class FlashPlan:
             dq = dq.masked_fill(stray_q[:, None, None], 0.0)
             dk = dk.masked_fill(stray_k[:, None, None], 0.0)
             dv = dv.masked_fill(stray_k[:, None, None], 0.0)
+        return dq, dk, dv
+
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The kernel's output [T, Q, Dv or more] and log-sum-exp [Q, T]."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *_padded(q, k, v), *self._lengths(), 0.0, self.visibility.causal, False,
+            **self._keywords(),
+        )  # fmt: skip
+        return out, lse
+
+    def _run_backward(  # noqa: PLR0917 -- one internal caller
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernel's gradients, of head sizes D or more; lse is [Q, T], +inf for blind rows."""
+        padded = _padded(q, k, v)
+        size = padded[0].shape[-1]
+        unused = q.new_zeros(2, dtype=torch.uint64)  # the state of a dropout that is not done
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            pad(grad_out, size), *padded, pad(out, size), lse, *self._lengths(), 0.0,
+            self.visibility.causal, unused, unused, **self._keywords(),
+        )  # fmt: skip
         return dq, dk, dv
 
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
@@ -104,10 +116,11 @@ class FlashPlan:
 def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with the head size P: zeros change neither a score nor a used output."""
     size = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    return _pad(q, size), _pad(k, size), _pad(v, size)
+    return pad(q, size), pad(k, size), pad(v, size)
 
 
-def _pad(x: Tensor, size: int) -> Tensor:
+def pad(x: Tensor, size: int) -> Tensor:
+    """`x` with the head size `size`, and as the kernels read it."""
     if x.shape[-1] != size:
         return F.pad(x, (0, size - x.shape[-1]))
     return aligned(x)

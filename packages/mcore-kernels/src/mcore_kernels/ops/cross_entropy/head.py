@@ -61,8 +61,10 @@ def fused_head_loss(
         shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
             one over the number of tokens in the global batch.
         chunk_size: tokens at a time; default: logits of 768 MiB.
-        weight_grad_out: a float32 buffer [V, H] that the backward adds the gradient to; `weight`
-            itself gets none then.
+        weight_grad_out: a float32 buffer [V, H] that the gradient of the total is added to, already
+            in this call, so that no second one of its size is needed; `weight` itself gets none
+            then. The backward has to begin at the total: where its gradient is not 1, that of
+            hidden is NaN.
 
     The gradient of hidden is this shard's share: the caller sums it over the shards.
 
@@ -73,6 +75,13 @@ def fused_head_loss(
         op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
     ).checked()
     plan = _Plan(call=call, linear=linear, chunk=_checked(hidden, weight, labels, chunk_size))
+    if weight_grad_out is not None and (
+        weight_grad_out.shape != weight.shape or weight_grad_out.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"head loss: weight_grad_out must be float32 {list(weight.shape)}, got "
+            f"{str(weight_grad_out.dtype).removeprefix('torch.')} {list(weight_grad_out.shape)}"
+        )
     total, loss, log_prob, found = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, weights, plan, weight_grad_out
     )
@@ -138,14 +147,17 @@ class _Plan:
         return per_token[0], per_token[1], per_token[2] if self.call.entropy else per_token[2][:0]
 
     def buffers(
-        self, hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        needs: tuple[bool, bool],
+        out: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Places for the gradients: of hidden in its dtype, of the weight at least float32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        return (
-            torch.empty_like(hidden) if need_hidden else None,
-            torch.zeros_like(weight, dtype=wide) if need_weight else None,
-        )
+        if out is None and needs[1]:
+            out = torch.zeros_like(weight, dtype=wide)
+        return torch.empty_like(hidden) if needs[0] else None, out if needs[1] else None
 
     def add_gradients(
         self,
@@ -173,9 +185,8 @@ class _HeadLoss(torch.autograd.Function):
         plan: _Plan,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
         results = plan.empty_results(hidden)
-        buffers = plan.buffers(hidden, weight, need_hidden, need_weight)
+        buffers = plan.buffers(hidden, weight, ctx.needs_input_grad[:2], out)
         ones = torch.ones_like(results[0]) if weights is None else weights
         for rows in plan.chunks(hidden.shape[0]):
             logits = plan.linear.forward(hidden[rows], weight)
@@ -187,8 +198,10 @@ class _HeadLoss(torch.autograd.Function):
                 # The gradient takes the place of the logits.
                 plan.call.write_gradient(logits, stats, (ones[rows], None, None), logits)
                 plan.add_gradients(rows, logits, (hidden, weight), buffers)
-        ctx.save_for_backward(*buffers)
-        ctx.dtype, ctx.out = weight.dtype, out
+            del logits  # before there are those of the next chunk
+        ctx.added = out is not None and buffers[1] is not None
+        ctx.save_for_backward(buffers[0], None if ctx.added else buffers[1])
+        ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(*results)
         return results[0].sum(), *results
 
@@ -197,14 +210,15 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight = ctx.saved_tensors
         grad = grads[0]
+        if ctx.added:
+            # What was added cannot be scaled any more. Looking would wait for the device.
+            grad = torch.where(grad == 1, 1.0, torch.nan)
         if dhidden is not None:
             dhidden = (dhidden * grad).to(dhidden.dtype)
-        if dweight is None:
-            return dhidden, None, None, None, None, None
-        if ctx.out is not None:
-            ctx.out.add_(dweight * grad)
-            return dhidden, None, None, None, None, None
-        return dhidden, (dweight * grad).to(ctx.dtype), None, None, None, None
+        if dweight is not None:
+            # Rounded on the way: no second tensor of its size in float32.
+            dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
+        return dhidden, dweight, None, None, None, None
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -226,6 +240,7 @@ class _HeadLogProbs(torch.autograd.Function):
             of_chunk = plan.call.results(stats, None if weights is None else weights[rows])
             for whole, part in zip(results, of_chunk, strict=True):
                 whole[rows] = part
+            del logits
         maximum = torch.cat([one for one, _ in kept]) if kept else results[0]
         sums = torch.cat([one for _, one in kept], 1) if kept else results[0].new_zeros(4, 0)
         ctx.save_for_backward(hidden, weight, labels, weights, maximum, sums)
@@ -242,7 +257,7 @@ class _HeadLogProbs(torch.autograd.Function):
         if loss is not None and weights is not None:
             loss = loss * weights
         wanted = (loss, log_prob, entropy if plan.call.entropy else None)
-        buffers = plan.buffers(hidden, weight, *ctx.needs_input_grad[:2])
+        buffers = plan.buffers(hidden, weight, ctx.needs_input_grad[:2])
         for rows in plan.chunks(hidden.shape[0]):
             logits = plan.linear.forward(hidden[rows], weight)
             stats = TokenStats(
@@ -254,5 +269,6 @@ class _HeadLogProbs(torch.autograd.Function):
             of_chunk = tuple(None if one is None else one[rows] for one in wanted)
             plan.call.write_gradient(logits, stats, of_chunk, logits)  # type: ignore[arg-type]
             plan.add_gradients(rows, logits, (hidden, weight), buffers)
+            del logits
         dhidden, dweight = buffers
         return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mcore_kernels.custom_ops import on_device
 from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
+from mcore_kernels.tuning import tuned
 
-_BLOCK = 4096
 
-
-def _block(columns: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(columns))
+def _options(z: Tensor) -> dict[str, int]:
+    most, warps = tuned("cross_entropy", z.device, "block", "warps")
+    return {"BLOCK": min(most, triton.next_power_of_2(z.shape[1])), "num_warps": warps}
 
 
 @triton.jit
@@ -118,9 +118,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         result = logits.new_empty(logits.shape[0], dtype=torch.float32)
         z = _rows(logits)
         with on_device(z):
-            _max_kernel[(z.shape[0],)](
-                z, result, z.stride(0), z.shape[1], BLOCK=_block(z.shape[1]), num_warps=8
-            )
+            _max_kernel[(z.shape[0],)](z, result, z.stride(0), z.shape[1], **_options(z))
         return result
 
     def partials(
@@ -134,7 +132,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         with on_device(z):
             _partials_kernel[(z.shape[0],)](
                 z, labels.contiguous(), maximum.contiguous(), result, z.stride(0), *z.shape,
-                SMOOTHING=smoothing, BLOCK=_block(z.shape[1]), num_warps=8,
+                SMOOTHING=smoothing, **_options(z),
             )  # fmt: skip
         return result
 
@@ -146,7 +144,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         with on_device(z):
             _moments_kernel[(z.shape[0],)](
                 z, maximum.contiguous(), result, z.stride(0), z.shape[1],
-                BLOCK=_block(z.shape[1]), num_warps=8,
+                **_options(z),
             )  # fmt: skip
         return result
 
@@ -176,12 +174,12 @@ class TritonVocabLoss(ReferenceVocabLoss):
         softmax, surprise, target, everywhere = (
             maximum if one is None else one.to(torch.float32).contiguous() for one in given
         )
+        options = _options(z)
         with on_device(z):
-            _gradient_kernel[(count, triton.cdiv(v, _block(v)))](
+            _gradient_kernel[(count, triton.cdiv(v, options["BLOCK"]))](
                 z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(), softmax,
                 surprise, target, everywhere, out, z.stride(0), out.stride(0), v,
-                SURPRISE=on_surprise is not None, ALL=on_all is not None, BLOCK=_block(v),
-                num_warps=8,
+                SURPRISE=on_surprise is not None, ALL=on_all is not None, **options,
             )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_kernels.quant.scaling import Block
@@ -21,6 +22,8 @@ def fp8_matmul(
     fast: bool = False,
 ) -> Tensor:
     """See `mcore_kernels.protocols.Fp8MatmulOp`."""
+    if a_block[1]:
+        return _by_blocks(a, a_scale, b, b_scale, b_block, dtype, fast)
     if a_block == (0, 0):
         a_scale, b_scale = a_scale.view(()), b_scale.view(())
     else:
@@ -28,3 +31,28 @@ def fp8_matmul(
     return torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast
     )
+
+
+def _by_blocks(  # noqa: PLR0917 -- one internal caller
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_block: Block,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """Pieces of 128 with pieces or with tiles; the product wants scales of pieces column by column,
+    and those of tiles with room for a multiple of four along what is summed.
+    """
+    kinds = F.ScalingType
+    down = a_scale.t().contiguous().t()
+    if b_block == (1, 128):
+        across, kind = b_scale.t().contiguous().t(), kinds.BlockWise1x128
+    else:
+        across = F.pad(b_scale, (0, -b_scale.shape[1] % 4)).t()
+        kind = kinds.BlockWise128x128
+    return F.scaled_mm(
+        a.contiguous(), b.contiguous().t(), down, kinds.BlockWise1x128, across, kind,
+        output_dtype=dtype, use_fast_accum=fast,
+    )  # fmt: skip

@@ -33,8 +33,13 @@ def native_limits(
 ) -> str | None:
     """What torch's scaled product takes."""
     blocks, dtype = (options["a_block"], options["b_block"]), options["dtype"]
+    if blocks[0] == (1, 128) and blocks[1] in ((1, 128), (128, 128)):
+        sizes = a.shape[0], b.shape[0], a.shape[1]
+        if any(size % 128 for size in sizes) or not a.numel():
+            return f"needs sizes that 128 divides for scales of blocks, got {sizes}"
+        return None if dtype == torch.bfloat16 else f"gives bfloat16 for blocks, not {dtype}"
     if blocks not in (((0, 0), (0, 0)), ((1, 0), (1, 0))):
-        return f"needs scales of both tensors or of the rows of both, got blocks {blocks}"
+        return f"takes no scales of blocks {blocks}"
     if a.shape[1] % 16 or b.shape[0] % 16 or not (a.numel() and b.numel()):
         return f"needs sizes that 16 divides, got {a.shape[1]} summed and {b.shape[0]} columns"
     if a.dtype == b.dtype == torch.float8_e5m2:

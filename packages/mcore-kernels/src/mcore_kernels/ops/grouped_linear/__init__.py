@@ -27,9 +27,14 @@ OPERATOR = Operator(
             op="grouped_linear",
             name="native",
             fn="mcore_kernels.ops.grouped_linear.native:GROUPED",
-            requires=(needs_device("cuda"), needs_arch((9, 0)), needs_dtype(torch.bfloat16)),
-            priority=10,
-            summary="torch's grouped product; weight gradients expert by expert",
+            requires=(
+                *TRITON,
+                needs_device("cuda"),
+                needs_arch((9, 0)),
+                needs_dtype(torch.bfloat16),
+            ),
+            priority=30,
+            summary="torch's grouped product; weight gradients in Triton or expert by expert",
         ),
     ),
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from mcore_kernels.custom_ops import interpreted, on_device, programs
 from mcore_kernels.ops.grouped_linear.base import Counts, offsets
 from mcore_kernels.ops.grouped_linear.reference import ReferenceGroupedLinear
+from mcore_kernels.tuning import tuned
 
 
 @triton.jit
@@ -125,14 +126,22 @@ def _weight_grad_kernel(
         at = out_ptr + expert.to(tl.int64) * stride_expert
         at += of_out[:, None] * stride_out + of_in[None, :]
         mask = (of_out < n_out)[:, None] & (of_in < n_in)[None, :]
-        total += tl.load(at, mask=mask, other=0.0)
-        tl.store(at, total, mask=mask)
+        # Nobody else adds there, so that the result is the same each time; but the sum is made
+        # where the buffer lies, and no program waits for it.
+        tl.atomic_add(at, total, mask=mask, sem="relaxed")
 
 
 def _precision(x: Tensor) -> dict[str, object]:
     widen = interpreted(x)
     exact = widen or x.dtype == torch.float32
     return {"PRECISION": "ieee" if exact else "tf32", "WIDEN": widen}
+
+
+def _tiles(kernel: str, x: Tensor) -> tuple[int, ...]:
+    """Rows, columns and depth of a tile, warps and stages; float32 takes twice the room."""
+    if x.dtype == torch.float32:
+        return 64, 64, 32, 8, 3
+    return tuned(kernel, x.device, "block_m", "block_n", "block_k", "warps", "stages")
 
 
 def _size(n: int, most: int) -> int:
@@ -163,14 +172,14 @@ class TritonGroupedLinear(ReferenceGroupedLinear):
             return
         dy, x = _lying(dy), _lying(x)
         experts, n_out, n_in = out.shape
-        wide = x.dtype == torch.float32
-        blocks = _size(n_out, 64 if wide else 128), _size(n_in, 64 if wide else 128)
+        most_m, most_n, block_k, warps, stages = _tiles("grouped_weight_grad", x)
+        blocks = _size(n_out, most_m), _size(n_in, most_n)
         grid = (triton.cdiv(n_out, blocks[0]) * triton.cdiv(n_in, blocks[1]), experts)
         with on_device(x):
             _weight_grad_kernel[grid](
                 dy, x, out, offsets(counts, x.device), n_out, n_in, dy.stride(0), x.stride(0),
-                out.stride(0), out.stride(1), BLOCK_M=blocks[0], BLOCK_N=blocks[1], BLOCK_K=32,
-                **_precision(x), num_warps=8, num_stages=4,
+                out.stride(0), out.stride(1), BLOCK_M=blocks[0], BLOCK_N=blocks[1],
+                BLOCK_K=block_k, **_precision(x), num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
 
@@ -181,17 +190,17 @@ def _rows(x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
     if not y.numel():
         return y
     x = _lying(x)
-    wide = x.dtype == torch.float32
     tokens = triton.cdiv(x.shape[0], experts)
-    block_m, block_n = _size(tokens, 64 if wide else 128), _size(n, 64 if wide else 128)
+    most_m, most_n, block_k, warps, stages = _tiles("grouped_rows", x)
+    block_m, block_n = _size(tokens, most_m), _size(n, most_n)
     # No more tiles than these exist, however the rows are shared out.
     tiles = (triton.cdiv(x.shape[0], block_m) + experts) * triton.cdiv(n, block_n)
     with on_device(x):
         _rows_kernel[(min(tiles, programs(x, per_processor=1)),)](
             x, weight, y, offsets(counts, x.device), experts, n, k, x.stride(0), weight.stride(0),
             weight.stride(2), weight.stride(1), BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=_size(k, 32 if wide else 64), **_precision(x),
-            num_warps=8 if block_m * block_n >= 8192 else 4, num_stages=3,
+            BLOCK_K=_size(k, block_k), **_precision(x),
+            num_warps=warps if block_m * block_n >= 8192 else 4, num_stages=stages,
         )  # fmt: skip
     return y
 

@@ -1,6 +1,6 @@
 """Permuting tokens in Triton. Imported only when it is chosen, because it imports triton.
 
-Two kernels: rows gathered from tokens (with a weight each), and tokens summed from their rows. Each
+Two kernels: tokens spread over their rows (with a weight each), and tokens summed from them. Each
 is the other's gradient. Shapes: T tokens, K copies of each, H hidden, R rows. A program takes BLOCK
 columns of one row or token.
 """
@@ -20,19 +20,24 @@ from torch import Tensor
 from mcore_kernels.custom_ops import OpLibrary, on_device, rows
 from mcore_kernels.ops.moe_permute.assignment import Assignment
 from mcore_kernels.ops.moe_permute.reference import ReferencePermute
+from mcore_kernels.tuning import tuned
 
 
 @triton.jit
-def _gather_kernel(
-    x_ptr, w_ptr, order_ptr, y_ptr, stride, copies, h, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
+def _spread_kernel(
+    x_ptr, w_ptr, places_ptr, y_ptr, stride, copies, h, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
+    # From tokens to rows, so that a token is read once for all its copies.
+    token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    copy = tl.load(order_ptr + row)
-    x = tl.load(x_ptr + copy // copies * stride + col, mask=col < h)
-    if WEIGHTS:
-        x = x.to(tl.float32) * tl.load(w_ptr + copy).to(tl.float32)
-    tl.store(y_ptr + row * h + col, x.to(y_ptr.dtype.element_ty), mask=col < h)
+    x = tl.load(x_ptr + token * stride + col, mask=col < h)
+    for j in range(copies):
+        place = tl.load(places_ptr + token * copies + j)
+        y = x
+        if WEIGHTS:
+            y = x.to(tl.float32) * tl.load(w_ptr + token * copies + j).to(tl.float32)
+        kept = (col < h) & (place >= 0)
+        tl.store(y_ptr + place * h + col, y.to(y_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -71,24 +76,27 @@ def _weight_grad_kernel(
     tl.store(dw_ptr + copy, tl.sum(total, axis=0).to(dw_ptr.dtype.element_ty))
 
 
-def _block(h: int) -> int:
-    return min(2048, max(16, triton.next_power_of_2(h)))
+def _block(x: Tensor, h: int) -> tuple[int, int]:
+    """Columns and warps of a program."""
+    most, warps = tuned("moe_permute", x.device, "block", "warps")
+    return min(most, max(16, triton.next_power_of_2(h))), warps
 
 
-def _gather(x: Tensor, weights: Tensor | None, order: Tensor, copies: int) -> Tensor:
-    y = _gather_fake(x, weights, order, copies)
+def _spread(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor) -> Tensor:
+    y = _spread_fake(x, weights, order, places)
     if y.numel():
-        flat, h = rows(x), x.shape[1]
-        block = _block(h)
+        flat, (tokens, copies), h = rows(x), places.shape, x.shape[1]
+        block, warps = _block(x, h)
         with on_device(x):
-            _gather_kernel[(order.shape[0], triton.cdiv(h, block))](
-                flat, flat if weights is None else weights.contiguous(), order.contiguous(), y,
+            _spread_kernel[(tokens, triton.cdiv(h, block))](
+                flat, flat if weights is None else weights.contiguous(), places.contiguous(), y,
                 flat.stride(0), copies, h, WEIGHTS=weights is not None, BLOCK=block,
+                num_warps=warps,
             )  # fmt: skip
     return y
 
 
-def _gather_fake(x: Tensor, weights: Tensor | None, order: Tensor, copies: int) -> Tensor:
+def _spread_fake(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor) -> Tensor:
     return x.new_empty(order.shape[0], x.shape[1])
 
 
@@ -96,11 +104,12 @@ def _combine(x: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     y = _combine_fake(x, weights, places)
     if y.numel():
         flat, (tokens, copies), h = rows(x), places.shape, x.shape[1]
-        block = _block(h)
+        block, warps = _block(x, h)
         with on_device(x):
             _combine_kernel[(tokens, triton.cdiv(h, block))](
                 flat, flat if weights is None else weights.contiguous(), places.contiguous(), y,
                 flat.stride(0), copies, h, WEIGHTS=weights is not None, BLOCK=block,
+                num_warps=warps,
             )  # fmt: skip
     return y
 
@@ -113,10 +122,11 @@ def _weight_grad(x: Tensor, dy: Tensor, places: Tensor, like: Tensor) -> Tensor:
     dw = _weight_grad_fake(x, dy, places, like)
     if dw.numel():
         flat, dflat, h = rows(x), rows(dy), x.shape[1]
+        block, warps = _block(x, h)
         with on_device(x):
             _weight_grad_kernel[(places.numel(),)](
                 flat, dflat, places.contiguous(), dw, flat.stride(0), dflat.stride(0),
-                places.shape[1], h, BLOCK=_block(h),
+                places.shape[1], h, BLOCK=block, num_warps=warps,
             )  # fmt: skip
     return dw
 
@@ -126,10 +136,10 @@ def _weight_grad_fake(x: Tensor, dy: Tensor, places: Tensor, like: Tensor) -> Te
 
 
 _LIBRARY = OpLibrary()
-_moe_gather = _LIBRARY.define(
-    "moe_gather(Tensor x, Tensor? weights, Tensor order, int copies) -> Tensor",
-    _gather,
-    fake=_gather_fake,
+_moe_spread = _LIBRARY.define(
+    "moe_spread(Tensor x, Tensor? weights, Tensor order, Tensor places) -> Tensor",
+    _spread,
+    fake=_spread_fake,
 )
 _moe_combine = _LIBRARY.define(
     "moe_combine(Tensor x, Tensor? weights, Tensor places) -> Tensor",
@@ -147,7 +157,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        return _moe_gather(x, None, order, places.shape[1])
+        return _moe_spread(x, None, order, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +176,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, order, places = ctx.saved_tensors
-        dx = _moe_gather(grads[0], weights, order, places.shape[1])
+        dx = _moe_spread(grads[0], weights, order, places)
         dw = None if weights is None else _moe_weight_grad(x, grads[0], places, weights)
         return dx, dw, None, None
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_kernels.custom_ops import OpLibrary, on_device
 from mcore_kernels.ops.rope.limits import limits
 from mcore_kernels.ops.rope.reference import ReferenceRope, check_no_grad, check_rotary
+from mcore_kernels.tuning import tuned
 
 
 @triton.jit
@@ -120,9 +121,9 @@ def _launch(
     if not tokens:
         return
     block = triton.next_power_of_2(half)
-    # About 4,096 elements for a program: a whole token of most models.
+    pairs, warps = tuned("rope", q.device, "pairs", "warps")
     heads = max(q.shape[1], k.shape[1])
-    together = min(triton.next_power_of_2(heads), max(1, 2048 // block))
+    together = min(triton.next_power_of_2(heads), max(1, pairs // block))
     q_blocks, k_blocks = (triton.cdiv(x.shape[1], together) for x in (q, k))
     tails = [x.shape[2] - 2 * half if copy else 0 for x in (q, k)]
     q_out, k_out = outputs
@@ -133,7 +134,7 @@ def _launch(
             k.shape[1], q.shape[2], k.shape[2], half, -1.0 if inverse else 1.0, q_blocks,
             INTERLEAVED=interleaved, HEADS=together, HALF=block,
             Q_TAIL=triton.next_power_of_2(tails[0]) if tails[0] else 0,
-            K_TAIL=triton.next_power_of_2(tails[1]) if tails[1] else 0,
+            K_TAIL=triton.next_power_of_2(tails[1]) if tails[1] else 0, num_warps=warps,
         )  # fmt: skip
 
 
