@@ -162,6 +162,8 @@ class GPT(nn.Module):
         counts: GlobalCounts,
         rng: RngKey | None = None,
         auxiliary: AuxiliaryLosses | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """This micro-batch's share of the loss: sum of valid tokens' cross-entropy / counts.tokens.
 
@@ -170,7 +172,8 @@ class GPT(nn.Module):
         do their gradients. Without a loss mask all tokens are valid.
 
         In training mode the layers' auxiliary losses are part of the gradient, not of the value;
-        `auxiliary` collects theirs (see `auxiliary_losses`).
+        `auxiliary` collects theirs (see `auxiliary_losses`). `label_smoothing` and `z_loss` are
+        those of `vocab_parallel_cross_entropy`, and part of both; further tokens go without.
 
         Raises:
             ValueError: when the batch has no labels, and what `stage_forward` raises.
@@ -180,9 +183,17 @@ class GPT(nn.Module):
         if auxiliary is None:
             auxiliary = self.auxiliary_losses(counts)
         logits = self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
-        return counts.mean(self._summed_loss(logits, batch))
+        losses = self._summed_loss(logits, batch, label_smoothing=label_smoothing, z_loss=z_loss)
+        return counts.mean(losses)
 
-    def _summed_loss(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+    def _summed_loss(
+        self,
+        logits: Tensor,
+        batch: TokenBatch,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
         """The sum of the valid tokens' cross-entropy."""
         assert batch.labels is not None
         losses = vocab_parallel_cross_entropy(
@@ -190,6 +201,8 @@ class GPT(nn.Module):
             batch.labels,
             self.mesh.tp,
             vocab_size=self.config.vocab_size,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
             op=self.kernels.cross_entropy,
         )
         if batch.loss_mask is not None:
