@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -189,3 +190,25 @@ def test_sequence_rule_is_what_the_cutting_needs(tp: int, cp: int, sp: bool, len
     for neighbour in map(int, neighbours):
         check_sequence(config, neighbour)
     assert int(neighbours[-1]) > length
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": None}, "schedule must be a name, not None"),
+        ({"dispatcher": 3}, "dispatcher must be a name, not 3"),
+        ({"context_kind": ("ring",)}, r"context_kind must be a name, not \('ring',\)"),
+        ({"order": None}, "order must be a name, not None"),
+        ({"sharding": 3}, "sharding must be a name, not 3"),
+        ({"pp": 2, "first_stage_layers": -1}, "first_stage_layers must be .* at least 0, not -1"),
+        ({"pp": 2, "last_stage_layers": 1.5}, "last_stage_layers must be .* at least 0, not 1.5"),
+    ],
+)
+def test_values_of_another_type(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**fields)
+
+
+def test_a_text_with_layers_below_none() -> None:
+    with pytest.raises(ValueError, match=r"first_stage_layers must be .* not -1"):
+        ParallelConfig.parse("pp=2,first=-1")

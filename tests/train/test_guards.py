@@ -1,5 +1,6 @@
 """Mistakes that would cost hours are refused before anything runs."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,15 +14,17 @@ import pytest
 import mcore_ckpt
 from mcore_train.callbacks import Callback, read_metrics
 from mcore_train.cli import main
+from mcore_train.config import EvaluateConfig
 from mcore_train.load import config_from_tree
 from mcore_train.parity import comparable
-from mcore_train.pretrain import default_callbacks, pretrain
+from mcore_train.pretrain import check_run, default_callbacks, pretrain
 from mcore_train.session import build_session
+from mcore_train.sources import open_datasets
 from mcore_train.step import StepMetrics
 from mcore_train.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parent))
-from toy import toy, toy_tree
+from toy import toy, toy_tree, write_tokens
 
 from mcore_parallel import ParallelMesh
 
@@ -69,7 +72,27 @@ def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"schedule": {"lr": float("inf")}}, "lr=inf must be greater than 0 and finite"),
         ({"optimizer": {"momentum": 0.9}}, "momentum=0.9 is SGD's"),
+        ({"optimizer": {"kind": "sgd", "beta1": 0.8}}, "beta1=0.8 is AdamW's: use momentum"),
+        ({"optimizer": {"kind": "sgd", "beta2": 0.9}}, "beta2=0.9 is AdamW's: use momentum"),
         ({"data": {"train": "x"}}, "data.mock makes random tokens"),
+        ({"data": {"split": "9,1"}}, "so data.split=9,1 would not be read"),
+        ({"data": {"cache": "x"}}, "so data.cache=x would not be read"),
+        ({"data": {"reset_positions": True, "eod_id": 0}}, "so data.reset_positions=True would"),
+        (
+            {"data": {"mock": False, "train": "x", "validation": "y", "split": "9,1"}},
+            "data.split=9,1 would not be read: data.validation=y names",
+        ),
+        (
+            {"data": {"mock": False, "parts": "p.json", "split": "9,1"}},
+            "data.split=9,1 would not be read: data.parts=p.json names",
+        ),
+        ({"parallel": {"lanes": 2}}, "parallel.lanes=2 is for tokens on their way .*: use 1"),
+        (
+            {"parallel": {"dispatcher": "all-gather"}},
+            "parallel.dispatcher=all-gather is for tokens .*: use all-to-all",
+        ),
+        ({"loss": {"label_smoothing": 1.0}}, "loss: label_smoothing=1.0 must lie in 0 <="),
+        ({"loss": {"z_loss": -1e-3}}, "loss: z_loss=-0.001 must be at least 0"),
         ({"checkpoint": {"keep_last": 2}}, "keep_last=2 needs checkpoint.directory"),
         ({"checkpoint": {"reset_step": True}}, "reset_step is about checkpoint.load"),
     ],
@@ -77,6 +100,27 @@ def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
 def test_options_that_would_do_nothing(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         toy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "asked"), [({"interval": 2}, "interval=2"), ({"at_start": True}, "at_start")]
+)
+def test_an_evaluation_needs_something_to_evaluate_on(
+    tmp_path: Path, evaluate: dict[str, object], asked: str
+) -> None:
+    prefix = str(write_tokens(tmp_path / "tokens"))
+    parts = tmp_path / "parts.json"
+    parts.write_text(json.dumps({"train": prefix}))
+    places = {
+        "data.parts=.*parts.json names no files for it": {"parts": str(parts)},
+        "data.split=1,0 leaves no documents for it": {"train": prefix, "split": "1,0"},
+    }
+    for where, data in places.items():
+        config = toy(data={"mock": False, **data}, evaluate=evaluate)
+        for check in (lambda c=config: check_run(c, 1), lambda c=config: open_datasets(c)):
+            with pytest.raises(ValueError, match=rf"evaluate.{asked} without .*: {where}"):
+                check()
+        check_run(dataclasses.replace(config, evaluate=EvaluateConfig()), 1)
 
 
 def test_a_damaged_checkpoint_is_one_line(

@@ -23,6 +23,7 @@ from mcore_train.parity import (
     Report,
     comparable,
     compare,
+    parity,
     record,
     record_rank,
     world_size,
@@ -113,6 +114,12 @@ def test_the_fewest_ranks_of_a_layout() -> None:
         layout = ParallelConfig.parse(text)
         assert world_size(layout) == fewest
         layout.resolve(fewest)
+
+
+@pytest.mark.parametrize("text", ["zero=3", "tp=2,zero=2", "pp=2,zero=3"])
+def test_a_level_without_ranks_to_share_proves_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match=r"over one rank shares nothing: give dp=2 or more"):
+        next(iter(parity(toy(), [ParallelConfig.parse(text)])))
 
 
 def test_seeds_matter(reference: Callable[..., Reference]) -> None:

@@ -70,6 +70,41 @@ def test_data_parallelism_does_not_matter(
     assert report.holds, report.first_failure()
 
 
+def test_what_the_loss_adds_is_cut_like_it(ranks: RankPool, prefix: Path) -> None:
+    """Label smoothing and z-loss over a vocabulary that two ranks share, its columns padded."""
+    added = uneven(prefix, 2, loss={"label_smoothing": 0.2, "z_loss": 1e-2})
+    whole = record(added, ParallelMesh.single(), 2)
+    config = dataclasses.replace(added, parallel=ParallelConfig.parse("tp=2,sp"))
+    found = ranks.run(record_rank, 2, config_to_tree(config), 2, timeout=120)[0]
+    assert whole is not None
+    report = compare(whole, found, layout="tp=2,sp", world_size=2)
+    assert report.holds, report.first_failure()
+
+
+def test_what_the_loss_adds(prefix: Path) -> None:
+    """It is what torch computes from the logits; validation goes without it."""
+    smoothing, weight = 0.2, 1e-2
+    plain = build_session(uneven(prefix, 4), ParallelMesh.single())
+    terms = {"label_smoothing": smoothing, "z_loss": weight}
+    session = build_session(uneven(prefix, 4, loss=terms), ParallelMesh.single())
+    batches = next(session.data.batches())
+    with torch.no_grad():
+        logits = torch.cat([session.model.stage_forward(batch) for batch in batches]).double()
+    logits = logits[:, : session.config.model.vocab_size]
+    labels = torch.cat([batch.labels for batch in batches])
+    mask = torch.cat([batch.loss_mask for batch in batches]).double()
+    logs = logits.log_softmax(-1)
+    target = logs.gather(1, labels[:, None])[:, 0]
+    others = logs.sum(-1) - target
+    losses = -(1 - smoothing) * target - smoothing / (logits.shape[1] - 1) * others
+    losses += weight * logits.logsumexp(-1) ** 2
+    expected = float((losses * mask).sum() / mask.sum())
+    shares = Step(session).accumulate(batches, RngKey(0))
+    assert float(shares.loss) == pytest.approx(expected, rel=1e-5)
+    assert float(Step(plain).accumulate(batches, RngKey(0)).loss) < expected
+    assert evaluate(session) == evaluate(plain)
+
+
 def test_the_mean_is_over_tokens(prefix: Path) -> None:
     """U26 literally on real losses: micro-batches weigh by their valid tokens."""
     session = build_session(uneven(prefix, 1), ParallelMesh.single())

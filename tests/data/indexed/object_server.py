@@ -17,6 +17,7 @@ class ObjectServer:
         self.faults: deque = deque()
         self.requests: list[tuple[str, str, str | None]] = []
         self.signed = 0
+        self.weak = ""  # or what marks a tag that promises no equal bytes
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,6 +47,12 @@ class ObjectServer:
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
+                tag = f'"{hash(body)}"'
+                if self.headers.get("If-Match", tag) != tag:
+                    self.send_response(412)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 whole = len(body)
                 self.send_response(206 if span else 200)
                 if span:
@@ -56,7 +63,7 @@ class ObjectServer:
                     last = first + len(body) - 1
                     self.send_header("Content-Range", f"bytes {first}-{last}/{whole}")
                 self.send_header("Content-Length", str(len(body)))
-                self.send_header("ETag", f'"{hash(owner.objects[path])}"')
+                self.send_header("ETag", owner.weak + tag)
                 self.send_header("Last-Modified", "Mon, 30 Nov 2026 10:00:00 GMT")
                 self.end_headers()
                 if self.command == "GET":

@@ -98,6 +98,29 @@ def test_other_schemes(server, corpus, kind):
         IndexedReader(f"{prefix}x")
 
 
+def test_an_object_that_changes_is_not_read_on(server, storage):
+    """The bytes of one version beside the index of another would be other documents."""
+    with IndexedReader(URL, storage=storage) as reader:
+        first = reader[0].tolist()
+        raw = server.objects["/bucket/deep/corpus.bin"]
+        server.objects["/bucket/deep/corpus.bin"] = bytes(len(raw))
+        server.requests.clear()
+        what = r"corpus.bin: bytes \d+ to \d+: the object has changed since it was opened$"
+        with pytest.raises(OSError, match=what):
+            reader[len(reader) - 1]
+        assert len(server.requests) == 1  # it does not come back by trying
+    server.objects["/bucket/deep/corpus.bin"] = raw
+    server.weak = "W/"
+    with IndexedReader(URL, storage=storage) as reader:
+        assert reader[0].tolist() == first
+
+
+def test_a_timeout_is_not_silently_left_out():
+    pytest.importorskip("fsspec")
+    with pytest.raises(ValueError, match=r"^memory://a/b.idx: timeout_s=3 is for obstore: give"):
+        IndexedReader("memory://a/b", storage=Storage(timeout_s=3))
+
+
 def test_reads_in_a_row_are_few_requests(server, storage):
     """Blocks, not sequences, are asked for, each once, and the next ones before they are needed."""
     with IndexedReader(URL, storage=storage) as reader:

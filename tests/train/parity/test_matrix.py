@@ -1,6 +1,8 @@
 """Training under combinations of all axes equals training in one process."""
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -100,6 +102,8 @@ def test_verdicts(ratio: float, margin: float, verdict: str) -> None:
     assert (outcome.verdict, outcome.is_good) == (verdict, verdict == "equal")
     assert ("first in gradient final_norm.weight" in str(outcome)) == (not difference.holds)
     assert outcome.row()["verdict"] == verdict
+    written = json.loads(json.dumps(outcome.row(), allow_nan=False))  # JSON knows no NaN
+    assert written["largest"] == {"gradient": None if math.isnan(ratio) else ratio}
     fails = dataclasses.replace(outcome, report=None, error="ValueError: no")
     assert (fails.verdict, fails.is_good) == ("fails", False)
     assert str(fails) == "fails   moe tp=2,dp=1: ValueError: no"

@@ -83,6 +83,14 @@ class ParallelConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        for name in ("dispatcher", "context_kind", "order", "schedule", "sharding"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a name, not {value!r}")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} must be a number of layers of at least 0, not {value!r}")
         axes = self._order_axes()
         for axis in _ORDER_AXES:
             if axis not in axes and (getattr(self, axis) or 1) != 1:

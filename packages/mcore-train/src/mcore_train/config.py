@@ -25,6 +25,7 @@ OptimizerKind = Literal["adamw", "sgd"]
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 LastBatch = Literal["join", "drop", "pad"]
 
+_DISPATCHER: Final = ParallelConfig().dispatcher
 _ADDRESS: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")  # a path has lost the second stroke
 
 
@@ -39,11 +40,11 @@ class DataConfig:
 
     `train` is a prefix of `.bin/.idx` files, `blend` several: `A B`, each in proportion to its
     samples, or weights and files in turn, `0.3 A 0.7 B`. `validation` is another prefix, or None:
-    then `split` divides the documents of the training files. In their stead `parts` is a JSON file
-    with a blend for each part and validation sets by name (see `mcore_data.Corpus.read`). `weights`
-    is a JSON file of weights by the samples consumed (`mcore_data.WeightSchedule.read`). Weights
-    may change from one run to the next: each file goes on where it stands. `each_validation` makes
-    every validation file a set of its own.
+    then `split` (default 969,30,1) divides the documents of the training files. In their stead
+    `parts` is a JSON file with a blend for each part and validation sets by name (see
+    `mcore_data.Corpus.read`). `weights` is a JSON file of weights by the samples consumed
+    (`mcore_data.WeightSchedule.read`). Weights may change from one run to the next: each file goes
+    on where it stands. `each_validation` makes every validation file a set of its own.
 
     `tokenizer` is a folder written by `mcore-data train-tokenizer`, or anything else that
     `mcore_data.load_tokenizer` reads; it travels into the checkpoints. `mock` makes random tokens
@@ -56,7 +57,7 @@ class DataConfig:
     weights: Path | None = None
     validation: Path | None = None
     each_validation: bool = False
-    split: str = "969,30,1"
+    split: str | None = None
     tokenizer: Path | None = None
     seq_length: int = 256
     eod_id: int | None = None
@@ -71,10 +72,10 @@ class DataConfig:
         _require(self.seq_length >= 1, f"seq_length={self.seq_length} must be at least 1")
         options = ("reset_positions", "reset_attention", "mask_eod_loss", "mask_after_eod")
         asked = [name for name in options if getattr(self, name)]
-        for name in ("train", "validation"):
+        for name in ("train", "validation", "split", "cache", *asked) if self.mock else ():
             value = getattr(self, name)
             _require(
-                not self.mock or value is None,
+                value is None,
                 f"data.mock makes random tokens, so data.{name}={value} would not be read",
             )
         self._check_files()
@@ -92,6 +93,12 @@ class DataConfig:
             f"data.validation={self.validation} would not be read: data.parts={self.parts} names "
             "the validation files",
         )
+        for name, value in (("validation", self.validation), ("parts", self.parts)):
+            _require(
+                value is None or self.split is None,
+                f"data.split={self.split} would not be read: data.{name}={value} names the "
+                "validation files",
+            )
         for name in ("train", "validation"):
             value = getattr(self, name)
             _require(
@@ -157,8 +164,30 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What training adds to the cross-entropy of a token; validation leaves it out.
+
+    `label_smoothing` α gives the label 1 - α and spreads α over all other tokens. `z_loss` λ adds
+    λ · (log Σ exp z)², which keeps logits from drifting.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        smoothing = self.label_smoothing
+        _require(
+            0 <= smoothing < 1, f"label_smoothing={smoothing} must lie in 0 <= label_smoothing < 1"
+        )
+        _require(0 <= self.z_loss < math.inf, f"z_loss={self.z_loss} must be at least 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The update rule. Norms and biases take no weight decay. `momentum` is SGD's."""
+    """The update rule. Norms and biases take no weight decay.
+
+    `momentum` is SGD's; `beta1` and `beta2` are AdamW's, and so is `eps`.
+    """
 
     kind: OptimizerKind = "adamw"
     beta1: float = 0.9
@@ -176,6 +205,12 @@ class OptimizerConfig:
             self.kind == "sgd" or self.momentum == 0,
             f"momentum={self.momentum} is SGD's: use beta1, or kind sgd",
         )
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(
+                self.kind == "adamw" or value == getattr(OptimizerConfig, name),
+                f"{name}={value} is AdamW's: use momentum, or kind adamw",
+            )
         _require(self.eps > 0, f"eps={self.eps} must be greater than 0")
         _require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
         clip = self.clip_norm
@@ -286,6 +321,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -306,6 +342,13 @@ class TrainConfig:
             model.position != "learned" or data.seq_length <= model.max_positions,
             f"data.seq_length={data.seq_length} exceeds model.max_positions={model.max_positions}"
             f" of learned positions: use seq_length {model.max_positions} or less",
+        )
+        lanes, dispatcher = self.parallel.lanes, self.parallel.dispatcher
+        asked = f"parallel.lanes={lanes}" if lanes > 1 else f"parallel.dispatcher={dispatcher}"
+        _require(
+            bool(model.layers_with("E")) or (lanes == 1 and dispatcher == _DISPATCHER),
+            f"{asked} is for tokens on their way to experts, and the model has none: use "
+            + ("1" if lanes > 1 else _DISPATCHER),
         )
         schedule = self.schedule
         _require(

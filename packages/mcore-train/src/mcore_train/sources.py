@@ -26,6 +26,9 @@ from mcore_data import (
 )
 from mcore_train.config import BatchConfig, DataConfig, TrainConfig
 
+SPLIT = "969,30,1"
+"""How documents are divided over training, validation and test where nothing says it."""
+
 MOCK_SAMPLES = 1 << 20
 _TRAIN, _VALIDATION = 0, 1
 _PARTS = ("training", "validation")
@@ -66,6 +69,7 @@ def open_datasets(config: TrainConfig) -> Datasets:
     assert corpus.train is not None
     train, sampler = _training(config, corpus.train, files)
     sets = {name: files.validation(blend) for name, blend in corpus.validation_sets().items()}
+    _check_evaluation(config, any(source is not None for source in sets.values()))
     return Datasets(
         train=train,
         sampler=sampler,
@@ -119,7 +123,8 @@ def corpus_of(data: DataConfig) -> Corpus:
             "data.mock"
         )
     if data.validation is None:
-        return Corpus(train=train, split=data.split, each_validation=data.each_validation)
+        split = data.split or SPLIT
+        return Corpus(train=train, split=split, each_validation=data.each_validation)
     validation = {"validation": Blend(prefixes=(str(data.validation),))}
     return Corpus(train=train, validation=validation)
 
@@ -134,15 +139,37 @@ def check_files(config: TrainConfig) -> None:
         return
     corpus = corpus_of(config.data)
     assert corpus.train is not None
-    for blend in (corpus.train, *corpus.validation_sets().values()):
+    sequences = {}
+    sets = corpus.validation_sets().values()
+    for blend in (corpus.train, *sets):
         for prefix in blend.prefixes:
-            IndexedReader(prefix).close()
+            reader = IndexedReader(prefix)
+            sequences[prefix] = len(reader)
+            reader.close()
+    split = corpus.split
+    counts = [sequences[prefix] for blend in sets for prefix in blend.prefixes]
+    _check_evaluation(
+        config,
+        any(n if split is None else document_ranges(split, n)[_VALIDATION] for n in counts),
+    )
     names = corpus.train.names()
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"the training files name {twice[0]} twice: give it once, with the sum of its weights"
         )
     _schedule(config, corpus.train)
+
+
+def _check_evaluation(config: TrainConfig, there: bool) -> None:
+    """Check that there is something to measure the validation loss on, where it is asked for."""
+    evaluate, data = config.evaluate, config.data
+    if there or not (evaluate.interval or evaluate.at_start):
+        return
+    asked = f"interval={evaluate.interval}" if evaluate.interval else "at_start"
+    where = f"data.parts={data.parts} names no files for it"
+    if data.parts is None:
+        where = f"data.split={data.split or SPLIT} leaves no documents for it"
+    raise ValueError(f"evaluate.{asked} without validation data: {where}")
 
 
 def _is_blend(data: DataConfig, blend: Blend) -> bool:

@@ -22,12 +22,15 @@ from mcore_parallel.pipeline import (
     StageFunction,
     make_schedule,
 )
+from mcore_train.config import LossConfig
 from mcore_train.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """What a step did. `loss` is the mean over all valid tokens of the global batch, in nats.
+
+    It has what `TrainConfig.loss` adds in it.
 
     `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end, `extra`
     further numbers for the logs, by name: first of all the auxiliary losses of the layers, which
@@ -107,9 +110,9 @@ class Step:
     therefore summed over ranks, never averaged.
     """
 
-    def __init__(self, session: Session, loss: StageLoss = GPT.loss) -> None:
+    def __init__(self, session: Session, loss: StageLoss | None = None) -> None:
         self.session = session
-        self.loss = loss
+        self.loss = _token_loss(session.config.loss) if loss is None else loss
         self.schedules: dict[int, Schedule] = {}
         self.loads = ExpertLoads()
         self.weight_gradients = None
@@ -205,6 +208,11 @@ class Step:
         where = "no gradient alone is" if found is None else f"the first such gradient is {found}"
         update = self.session.optimizer.step_count + 1
         return f"update {update}: loss {loss} and gradient norm {norm} are not both finite: {where}"
+
+
+def _token_loss(config: LossConfig) -> StageLoss:
+    """The model's own loss, with what the config adds to it."""
+    return partial(GPT.loss, label_smoothing=config.label_smoothing, z_loss=config.z_loss)
 
 
 def evaluate(session: Session, name: str = "validation") -> float:

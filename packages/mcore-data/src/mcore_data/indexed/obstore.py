@@ -9,7 +9,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
-from mcore_data.indexed.storage import ObjectInfo
+from mcore_data.indexed.storage import ObjectChangedError, ObjectInfo
 
 T = TypeVar("T")
 
@@ -24,6 +24,7 @@ class ObstoreBackend:
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
         if os.getpid() != _LOADED_IN:
             raise OSError(f"{url}: obstore was in use before a fork; start workers by spawn")
+        self._tag: str | None = None  # of the content that `info` found
         scheme, _, rest = url.partition("://")
         root, _, self._path = rest.partition("/")
         client: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
@@ -42,13 +43,19 @@ class ObstoreBackend:
     def info(self) -> ObjectInfo:
         """Ask for the object's head."""
         meta = _translated(lambda: obstore.head(self._store, self._path))
-        version = meta.get("e_tag") or meta.get("version") or str(meta["last_modified"])
+        tag = meta.get("e_tag")
+        # A weak tag matches nothing: it promises no equal bytes.
+        self._tag = None if tag is None or tag.startswith("W/") else tag
+        version = tag or meta.get("version") or str(meta["last_modified"])
         return ObjectInfo(size=int(meta["size"]), version=version)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Ask for a range."""
+        """Ask for a range, of the version that `info` has seen where it has a tag."""
+        options: Any = {"range": (begin, end)}
+        if self._tag is not None:
+            options["if_match"] = self._tag
         return _translated(
-            lambda: bytes(obstore.get_range(self._store, self._path, start=begin, end=end))
+            lambda: bytes(obstore.get(self._store, self._path, options=options).bytes())
         )
 
 
@@ -57,6 +64,8 @@ def _translated(ask: Callable[[], T]) -> T:
         return ask()
     except (exceptions.NotFoundError, FileNotFoundError) as error:
         raise FileNotFoundError(str(error)) from None
+    except exceptions.PreconditionError as error:
+        raise ObjectChangedError(str(error)) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionError(str(error)) from None
     except exceptions.BaseError as error:

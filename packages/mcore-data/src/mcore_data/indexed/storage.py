@@ -21,6 +21,7 @@ T = TypeVar("T")
 _OBSTORE: Final = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 _THREADS: Final = 4  # requests of one file under way at the same time
 _LONGEST_WAIT_S: Final = 10.0
+_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Storage:
         read_ahead: blocks fetched ahead of reads that go on where the one before ended.
         retries: times that a failed request is made again, after `backoff_s` seconds and then twice
             as long each time. What is not there or not allowed fails at once.
-        timeout_s: seconds that a request of obstore may take; of fsspec's libraries each has
-            `options` of its own for it.
+        timeout_s: seconds that a request may take, default 60; for s3, gs, az and http(s) only:
+            of fsspec's libraries each has `options` of its own for it.
 
     """
 
@@ -49,7 +50,7 @@ class Storage:
     read_ahead: int = 2
     retries: int = 5
     backoff_s: float = 0.2
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -61,7 +62,7 @@ class Storage:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is {least}")
-        if self.timeout_s <= 0:
+        if self.timeout_s is not None and self.timeout_s <= 0:
             raise ValueError(f"timeout_s is {self.timeout_s}, it must be above 0")
 
 
@@ -73,10 +74,15 @@ class ObjectInfo:
     version: str
 
 
+class ObjectChangedError(OSError):
+    """The object is no longer the one that was opened."""
+
+
 class ObjectBackend(Protocol):
     """One object, by the library that reads it.
 
-    FileNotFoundError and PermissionError are final; any other OSError may be tried again.
+    FileNotFoundError, PermissionError and ObjectChangedError are final; any other OSError may be
+    tried again.
     """
 
     def info(self) -> ObjectInfo:
@@ -84,7 +90,10 @@ class ObjectBackend(Protocol):
         ...
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return bytes `begin` to `end` - 1, or as many of them as came."""
+        """Return bytes `begin` to `end` - 1, or as many of them as came.
+
+        ObjectChangedError where the library can tell that `info` was of another content.
+        """
         ...
 
 
@@ -101,7 +110,9 @@ class RemoteFile:
 
     Raises:
         OSError: from the constructor and `read`: one line with the address, when the object is not
-            there, may not be read, or a request failed more often than it is tried again.
+            there, may not be read, has changed since it was opened (where the store says which
+            version it reads, as s3, gs, az and most web servers do), or a request failed more often
+            than it is tried again.
         ValueError: the library for the scheme is not installed, or refuses the address or options.
 
     """
@@ -212,6 +223,10 @@ class RemoteFile:
                 raise FileNotFoundError(f"{self.url}: no such file") from None
             except PermissionError as error:
                 raise PermissionError(f"{self.url}: access denied ({_line(error)})") from None
+            except ObjectChangedError:
+                raise ObjectChangedError(
+                    f"{self.url}: {what}: the object has changed since it was opened"
+                ) from None
             except OSError as error:
                 if not left:
                     times = (
@@ -234,7 +249,12 @@ def _open_backend(url: str, storage: Storage) -> ObjectBackend:
         if library == "obstore":
             from mcore_data.indexed.obstore import ObstoreBackend
 
-            return ObstoreBackend(url, storage.options, storage.timeout_s)
+            return ObstoreBackend(url, storage.options, storage.timeout_s or _TIMEOUT_S)
+        if storage.timeout_s is not None:
+            raise ValueError(
+                f"{url}: timeout_s={storage.timeout_s} is for obstore: give what the library of "
+                f"{scheme} calls its timeout in options"
+            )
         from mcore_data.indexed.fsspec import FsspecBackend
 
         return FsspecBackend(url, storage.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -81,9 +82,14 @@ class Outcome:
             **row,
             "world_size": cell.world_size,
             "seconds": round(self.seconds, 2),
-            "largest": self.largest,
+            "largest": {kind: _number(value) for kind, value in self.largest.items()},
             "first_failure": None if failure is None else f"{failure.kind} {failure.name}",
         }
+
+
+def _number(value: float) -> float | None:
+    """The value as JSON has it, which knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
 
 
 class Matrix:

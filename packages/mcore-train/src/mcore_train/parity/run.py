@@ -103,6 +103,8 @@ def parity(
     recompute = config.recompute
     config = dataclasses.replace(comparable(config), steps=max(config.steps, steps))
     worlds = [world_size(layout) for layout in layouts]
+    for layout, size in zip(layouts, worlds, strict=True):
+        _check_shares(layout, size)
     others = [
         dataclasses.replace(config, parallel=layout, recompute=recompute) for layout in layouts
     ]
@@ -114,6 +116,17 @@ def parity(
         tree = config_to_tree(other)
         found = launch_local(record_rank, size, tree, steps)[0]
         yield compare(reference, found, layout=layout.describe(), world_size=size)
+
+
+def _check_shares(layout: ParallelConfig, size: int) -> None:
+    """Check that a level of sharding that the layout names has ranks to share among."""
+    if layout.sharding not in ("gradients", "parameters"):
+        return
+    if layout.cp * (layout.resolve(size).dp or 1) == 1:
+        raise ValueError(
+            f"layout {layout.describe()}: sharding {layout.sharding} over one rank shares nothing: "
+            "give dp=2 or more"
+        )
 
 
 def record_rank(tree: Mapping[str, Any], steps: int) -> Record | None:
