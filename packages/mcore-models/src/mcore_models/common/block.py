@@ -1,4 +1,4 @@
-"""One layer of a decoder: a mixer and a feed-forward, each a residual step behind its own norm.
+"""One layer of a decoder: a mixer and a feed-forward, each a residual step with norms of its own.
 
 T tokens, H hidden; under sequence parallelism a rank holds the hidden states [T / tp, H].
 """
@@ -18,18 +18,30 @@ from mcore_models.common.builder import (
     find_builder,
     wants_context,
 )
+from mcore_models.common.delta_net import DeltaNet
+from mcore_models.common.latent_attention import LatentAttention
 from mcore_models.common.mamba2 import Mamba2
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
-from mcore_models.config import NO_PART, ModelConfig
+from mcore_models.config import ModelConfig
+from mcore_models.pattern import NO_PART
 from mcore_parallel import gather_from_group, scatter_to_group
 from mcore_parallel.expert import Steps
 from mcore_parallel.recompute import recompute, recompute_output
 
-_BUILDERS: dict[str, Builder] = {"*": Attention, "M": Mamba2, "-": MLP, "E": MoE}
-_PART_NAMES = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
-_SLOTS = (("input_norm", "mixer"), ("post_norm", "feed_forward"))
+_BUILDERS: dict[str, Builder] = {
+    **{"*": Attention, "+": LatentAttention, "M": Mamba2, "G": DeltaNet},
+    **{"-": MLP, "E": MoE},
+}
+_PART_NAMES = {
+    **{"*": "attention", "+": "attention", "M": "mamba", "G": "delta_net"},
+    **{"-": "mlp", "E": "moe"},
+}
+_SLOTS = (
+    ("mixer", "input_norm", "mixer_out_norm"),
+    ("feed_forward", "post_norm", "feed_forward_out_norm"),
+)
 
 
 def check_parts(config: ModelConfig, builders: Mapping[str, Builder]) -> None:
@@ -42,19 +54,24 @@ def check_parts(config: ModelConfig, builders: Mapping[str, Builder]) -> None:
     for index, letters in enumerate(config.layer_pattern):
         for letter in letters.replace(NO_PART, ""):
             find_builder(letter, index, known)
-        if letters[0] == letters[1] in _PART_NAMES:
+        names = [_PART_NAMES.get(letter) for letter in letters]
+        if names[0] == names[1] is not None:
             raise ValueError(
-                f"layer {index} would have two parts called {_PART_NAMES[letters[0]]!r}: "
+                f"layer {index} would have two parts called {names[0]!r}: "
                 f"give each a layer of its own, '{letters[0]}{NO_PART}'"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A part and its norm by module name, how the part is called, and which are recomputed."""
+    """A part and its norms by module name, how the part is called, and which are recomputed.
 
-    norm: str
+    `norm` is what its input passes, `out_norm` its output; None is nothing.
+    """
+
+    norm: str | None
     part: str
+    out_norm: str | None
     takes_context: bool
     sees_all_tokens: bool
     norm_again: bool
@@ -63,6 +80,9 @@ class _Step:
 
 class Block(nn.Module):
     """hidden + part(norm(hidden)) for the mixer, then for the feed-forward: [T, H] to [T, H].
+
+    Or with norms after the parts, or with both parts of one input, as `ModelConfig.norm_place` and
+    `ModelConfig.residual` say.
 
     The part of a built-in letter has its own name (`attention`, `mlp`, `moe`); one of a builder is
     called `mixer` or `feed_forward`, or what its attribute `part_name` says. Around a part that
@@ -77,15 +97,22 @@ class Block(nn.Module):
         super().__init__()
         self.layer_index = layer_index
         self._group = build.tp
+        self._parallel = config.residual != "sequential"
+        self._scale = config.residual_scale
         letters = zip(config.layer_pattern[layer_index], _SLOTS, strict=True)
-        self._steps = [
-            self._add_step(config, build, letter, *slot)
-            for letter, slot in letters
-            if letter != NO_PART
-        ]
+        self._steps: list[_Step] = []
+        for letter, slot in letters:
+            if letter != NO_PART:
+                self._steps.append(self._add_step(config, build, letter, *slot))
 
-    def _add_step(
-        self, config: ModelConfig, build: BuildContext, letter: str, norm: str, slot: str
+    def _add_step(  # noqa: PLR0917 -- a slot's names
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        letter: str,
+        slot: str,
+        norm: str | None,
+        out_norm: str | None,
     ) -> _Step:
         builder = find_builder(letter, self.layer_index, {**_BUILDERS, **build.builders})
         part = build_seeded(builder, config, build, self.layer_index, letter)
@@ -95,8 +122,15 @@ class Block(nn.Module):
                 f"layer {self.layer_index} would have two parts called {name!r}: "
                 f"give the one of letter {letter!r} another part_name"
             )
-        self.add_module(norm, build_norm(config, build, self.layer_index))
+        norm = None if config.norm_place == "post" else norm
+        out_norm = None if config.norm_place == "pre" else out_norm
+        if config.residual == "parallel_shared" and self._steps and norm is not None:
+            norm = self._steps[0].norm
+        elif norm is not None:
+            self.add_module(norm, build_norm(config, build, self.layer_index))
         self.add_module(name, part)
+        if out_norm is not None:
+            self.add_module(out_norm, build_norm(config, build, self.layer_index))
         parallel = bool(getattr(part, "parallel", False))
         if not parallel:
             # It runs alike on every rank: its gradients are whole, not shares of a sum.
@@ -104,9 +138,10 @@ class Block(nn.Module):
         return _Step(
             norm=norm,
             part=name,
+            out_norm=out_norm,
             takes_context=wants_context(part),
             sees_all_tokens=build.sequence_parallel and not parallel,
-            norm_again=build.recompute.recomputes("norm"),
+            norm_again=norm is not None and build.recompute.recomputes("norm"),
             part_again=build.recompute.recomputes(name),
         )
 
@@ -114,21 +149,25 @@ class Block(nn.Module):
         """This layer's output, shaped like `hidden`; with `context.in_turns` the steps to it."""
         if context.in_turns:
             return self._in_turns(hidden, context)
+        entered = hidden
         for step in self._steps:
             if not self._is_idle(step, hidden):
-                hidden = self._add(hidden, self._output(step, hidden, context), step, context)
+                source = entered if self._parallel else hidden
+                hidden = self._add(hidden, self._output(step, source, context), step, context)
         return hidden
 
     def _in_turns(self, hidden: Tensor, context: TokenContext) -> Steps[Tensor]:
         """As `forward`; yields where a part does. What is recomputed runs as one."""
         whole = replace(context, in_turns=False)
+        entered = hidden
         for step in self._steps:
             if self._is_idle(step, hidden):
                 continue
+            source = entered if self._parallel else hidden
             if step.norm_again or step.part_again or step.sees_all_tokens:
-                out = self._output(step, hidden, whole)
+                out = self._output(step, source, whole)
             else:
-                found = self._call_part(step, self.get_submodule(step.norm)(hidden), context)
+                found = self._call_part(step, self._norm(step.norm, source), context)
                 out = (yield from found) if isinstance(found, Generator) else found
             hidden = self._add(hidden, out, step, context)
         return hidden
@@ -141,7 +180,7 @@ class Block(nn.Module):
         return not len(hidden) and not isinstance(self.get_submodule(step.part), MoE)
 
     def _output(self, step: _Step, hidden: Tensor, context: TokenContext) -> Tensor:
-        norm = self.get_submodule(step.norm)
+        norm = partial(self._norm, step.norm)
         part = partial(self._run_part, step, context)
         if context.cache is not None:  # its entries are made once
             return part(norm(hidden))
@@ -149,10 +188,18 @@ class Block(nn.Module):
             part = partial(recompute, part)
         return recompute_output(norm, hidden, part) if step.norm_again else part(norm(hidden))
 
+    def _norm(self, name: str | None, hidden: Tensor) -> Tensor:
+        """The norm of that name of `hidden`, or `hidden` itself where there is none."""
+        if name is None:
+            return hidden
+        out: Tensor = self.get_submodule(name)(hidden)
+        return out
+
     def _add(self, hidden: Tensor, out: Tensor, step: _Step, context: TokenContext) -> Tensor:
+        out = self._norm(step.out_norm, out)
         if context.dropout is not None:
             out = context.dropout(out, self.layer_index, step.part)
-        return hidden + out
+        return hidden + (out if self._scale == 1 else out * self._scale)
 
     def _run_part(self, step: _Step, context: TokenContext, normed: Tensor) -> Tensor:
         """The part's output for this rank's hidden states."""
