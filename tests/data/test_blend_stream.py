@@ -165,6 +165,25 @@ def test_sources_come_and_go():
         resumed.take(2, 2)
 
 
+def test_a_source_keeps_its_order_when_its_name_grows_or_shrinks():
+    """A blend calls its files by their paths as soon as two of them have the same last part."""
+    short = {"code": 11, "web": 9}
+    long = {"/data/code": 11, "/data/web": 9}
+    old = BlendSampler(short, [1, 2], 3, seed=4)
+    more = BlendSampler({**long, "/other/code": 5}, [1, 2, 0], 3, seed=4)
+    resumed = more.resumed(old.state(), old.progress(6), 6)
+    assert resumed.take(6, 60).tolist() == old.take(6, 60).tolist()
+    assert resumed.counts(9) == {**old.counts(9), "/other/code": 0}
+    again = more.resumed(resumed.state(), resumed.progress(12), 12)
+    assert again.take(12, 30).tolist() == old.take(12, 30).tolist()
+    grown = BlendSampler(long, [1, 2], 3, seed=4)
+    back = old.resumed(grown.state(), grown.progress(6), 6)
+    assert back.take(6, 60).tolist() == grown.take(6, 60).tolist()
+    twins = BlendSampler({"/data/code": 11, "/other/code": 11, "web": 9}, [1, 1, 1], 3, seed=4)
+    with pytest.raises(ValueError, match="code of the state may be any of several files of 11"):
+        twins.resumed(old.state(), old.progress(6), 6)
+
+
 def test_a_batch_grows_and_every_sample_comes_in_turn():
     ramp = BatchRamp(start=2, increment=2, samples=8)
     sampler = BlendSampler({"a": 50, "b": 70}, [3, 1], 6, shuffle=False, ramp=ramp)

@@ -262,7 +262,8 @@ class BlendSampler:
 
         From there on the weights are those of this sampler: where they differ from those before,
         they hold for what follows. Sources may have been added; one that is gone must not have been
-        drawn.
+        drawn. A file that has become `folder/name`, since another of its name was added, or the
+        other way round, goes on under the name that it had: on that its order depends.
 
         Raises:
             ValueError: it is the state of another kind of stream, of another seed, or of a source
@@ -271,17 +272,19 @@ class BlendSampler:
         ours = self.state()
         if "blend" not in state or any(state[n] != ours[n] for n in ("seed", "shuffle")):
             raise ValueError(f"the state is of a stream with {dict(state)}, this one has {ours}")
+        known = _former_names(self.lengths, state["blend"])
+        lengths = {known.get(name, name): length for name, length in self.lengths.items()}
         for name, row in progress.items():
             length = state["blend"][name]
-            if row["consumed"] and self.lengths.get(name) != length:
-                now = self.lengths.get(name)
+            if row["consumed"] and lengths.get(name) != length:
+                now = lengths.get(name)
                 found = "is gone: keep it, with weight 0" if now is None else f"has {now} now"
                 raise ValueError(
                     f"{row['consumed']} samples were drawn from {name}, which had {length}: it "
                     f"{found}"
                 )
-        rows = [progress.get(name, {}) for name in self.lengths]
-        lost = sum(row["weight"] for name, row in progress.items() if name not in self.lengths)
+        rows = [progress.get(name, {}) for name in lengths]
+        lost = sum(row["weight"] for name, row in progress.items() if name not in lengths)
         mark = _Mark(
             consumed=consumed,
             # Without a source that had a weight these are no weights of ours: a new phase begins.
@@ -290,7 +293,7 @@ class BlendSampler:
             phase_counts=np.array([row.get("since_change", 0) for row in rows], np.int64),
         )
         other = BlendSampler(
-            self.lengths,
+            lengths,
             self.schedule,
             self._batch.global_batch_size,
             self.seed,
@@ -326,6 +329,27 @@ class BlendSampler:
         count = _BLOCK if stop is None else min(_BLOCK, stop - mark.consumed)
         weights = np.array(mark.weights, np.float64)
         return continued_blend_index(weights, mark.phase_counts, count).sources
+
+
+def _former_names(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, str]:
+    """Return what sources of ours were called that went by a longer or a shorter path before.
+
+    Raises:
+        ValueError: several of ours may be the same one of theirs, or the other way round.
+    """
+    found: dict[str, str] = {}
+    for name in ours.keys() - theirs.keys():
+        for old in sorted(theirs.keys() - ours.keys()):
+            same_end = name.endswith(f"/{old}") or old.endswith(f"/{name}")
+            if not same_end or ours[name] != theirs[old]:
+                continue
+            if name in found or old in found.values():
+                raise ValueError(
+                    f"{old} of the state may be any of several files of {ours[name]} samples that "
+                    f"are called so: give them names that differ"
+                )
+            found[name] = old
+    return found
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -216,6 +216,7 @@ def _check_agreement(
         return
     asked = {"architecture": config, "kernels": kernels.choices(), "key": key}
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in asked.items()}
+    digests["kernels"] = kernels.digest()
     for rank, theirs in enumerate(all_gather_object(digests, mesh.world)):
         for name, digest in digests.items():
             if theirs[name] != digest:
