@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 
 from mcore_ckpt.agreement import together
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
+from mcore_ckpt.local import save_local
 from mcore_ckpt.manifest import check_json
 from mcore_ckpt.saving import DEFAULT_EXCHANGE_BYTES, save
 from mcore_ckpt.snapshot import HostMemory
@@ -28,6 +29,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor
 
+Snapshot: TypeAlias = dict[str, LayoutTensor]
 _PATIENCE = 10.0  # seconds that an abandoned save has to clean up behind itself
 
 
@@ -35,10 +37,12 @@ class PendingSave:
     """A save that was requested. `step`: of which step, whenever it is completed.
 
     stalled: seconds for which the request held up the caller, with the wait for the save before.
+    is_local: whether it is one of `save_local`.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, is_local: bool = False) -> None:
         self.step = step
+        self.is_local = is_local
         self.stalled = 0.0
         self.cancel = threading.Event()
         self._ended = threading.Event()
@@ -138,32 +142,14 @@ class AsyncSaver:
             the error of the save before, if that failed and nobody has been told yet. Nothing is
                 requested then.
         """
-        began = time.monotonic()
-        self._join()
-        pending = PendingSave(step)
-        snapshot: dict[str, LayoutTensor] = {}
-        copied_state: Any = None
-        failure: Exception | None = None
-        try:
-            copied_state = check_json({} if state is None else state)
-            snapshot = self._memory.take(tensors)
-        except Exception as error:  # the other ranks are told by the thread
-            failure = error
         attached = dict(files or {})
-        what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
 
-        def copied() -> None:
-            if failure is not None:
-                raise failure
-
-        def job() -> Path:
-            torch.set_grad_enabled(False)  # a setting of the thread
-            together(self._own, what, copied)
+        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Path:
             return save(
                 directory,
                 step=step,
                 tensors=snapshot,
-                state=copied_state,
+                state=state,
                 files=attached,
                 group=self._own,
                 keep_last=keep_last,
@@ -174,6 +160,67 @@ class AsyncSaver:
                 engine=engine,
                 cancel=pending.cancel,
             )
+
+        return self._request(PendingSave(step), directory, tensors, state, write)
+
+    def save_local(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        tensors: Mapping[str, LayoutTensor],
+        state: Mapping[str, Any] | None = None,
+        copies: int = 1,
+        host: str | None = None,
+    ) -> PendingSave:
+        """Request a local checkpoint of `step`, as `save` does one that all ranks share.
+
+        Arguments are those of `mcore_ckpt.local.save_local`. The path of the save, when it is over,
+        is that of `directory`. Abandoning waits for it.
+        """
+
+        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Path:
+            save_local(
+                directory,
+                step=step,
+                tensors=snapshot,
+                state=state,
+                group=self._own,
+                copies=copies,
+                host=host,
+            )
+            return Path(directory)
+
+        return self._request(PendingSave(step, is_local=True), directory, tensors, state, write)
+
+    def _request(
+        self,
+        pending: PendingSave,
+        directory: str | os.PathLike[str],
+        tensors: Mapping[str, LayoutTensor],
+        state: Mapping[str, Any] | None,
+        write: Callable[[PendingSave, Snapshot, Any], Path],
+    ) -> PendingSave:
+        began = time.monotonic()
+        self._join()
+        snapshot: Snapshot = {}
+        copied_state: Any = None
+        failure: Exception | None = None
+        try:
+            copied_state = check_json({} if state is None else state)
+            snapshot = self._memory.take(tensors)
+        except Exception as error:  # the other ranks are told by the thread
+            failure = error
+        what = f"saving step {pending.step} to {os.fspath(directory)} failed, nothing was committed"
+
+        def copied() -> None:
+            if failure is not None:
+                raise failure
+
+        def job() -> Path:
+            torch.set_grad_enabled(False)  # a setting of the thread
+            together(self._own, what, copied)
+            return write(pending, snapshot, copied_state)
 
         self._start(pending, job)
         pending.stalled = time.monotonic() - began

@@ -134,7 +134,7 @@ def plan_save(
     layouts = {
         rank: layouts_of(description) for rank, description in zip(ranks, descriptions, strict=True)
     }
-    tensors = _tensor_table(descriptions, chunk_bytes)
+    tensors = tensor_table(descriptions, chunk_bytes)
     check_tensor_names(tensors)
     check_tiling(layout for held in layouts.values() for layout in held.values())
     chunks = _assign(tensors, list(layouts.values()))
@@ -160,9 +160,14 @@ def chunk_layout(info: TensorInfo, chunk: Chunk) -> TensorLayout:
     return TensorLayout(shape=info.chunk_shape, fragments=(fragment,))
 
 
-def _tensor_table(
+def tensor_table(
     descriptions: Sequence[Mapping[str, Any]], chunk_bytes: int
 ) -> dict[str, TensorInfo]:
+    """Return the global tensors that the ranks have described, sorted by name.
+
+    Raises:
+        ValueError: ranks disagree on a tensor's dtype.
+    """
     tensors: dict[str, TensorInfo] = {}
     first_rank: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
