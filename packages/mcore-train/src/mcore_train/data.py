@@ -143,10 +143,10 @@ class ReplicaData:
             raise ValueError(message) from failure
         cp, parallel = self.mesh.cp, self.mesh.config
         multiple = parallel.tp if parallel.sequence_parallel else 1
-        shares = [
-            batch.share(cp.rank, cp.size, multiple=multiple)
-            for batch in share_batches(batches, group)
-        ]
+        whole = share_batches(batches, group)
+        if depths := len(self.config.model.mtp_pattern):
+            whole = [batch.look_ahead(depths) for batch in whole]
+        shares = [batch.share(cp.rank, cp.size, multiple=multiple) for batch in whole]
         return [share.to(self.mesh.device) for share in shares]
 
 

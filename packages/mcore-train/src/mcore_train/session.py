@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mcore_models import GPT, TokenBatch, build_model
+from mcore_models.common import Block
 from mcore_parallel import (
     Channel,
     GradientBuckets,
@@ -149,8 +150,8 @@ def build_session(
 
 def _units(model: GPT) -> list[nn.Module]:
     """The modules whose parameters are gathered together where these are sharded."""
-    units = list(model.layers.values())
-    if model.config.tied_embeddings:  # used at both ends, and so for as long as the model runs
+    units = [module for module in model.modules() if isinstance(module, Block)]
+    if model.config.embeds_at_end:  # used at both ends, and so for as long as the model runs
         return units
     ends = ("embedding", "lm_head")
     return [*units, *(module for name, module in model.named_children() if name in ends)]

@@ -159,7 +159,7 @@ class Step:
     def _around(self, action: Action, last: bool) -> AbstractContextManager[object]:
         """Tell the buckets which actions bring last gradients."""
         session = self.session
-        if session.mesh.config.line.zigzag and session.config.model.tied_embeddings:
+        if session.mesh.config.line.zigzag and session.config.model.embeds_at_end:
             # Both chunks of a stage may bring gradients of the embedding.
             last = last and action.chunk == 0
         return session.buckets.around(action, last)
