@@ -23,7 +23,7 @@ def fp8_matmul(
 ) -> Tensor:
     """See `mcore_kernels.protocols.Fp8MatmulOp`."""
     if a_block[1]:
-        return _by_blocks(a, a_scale, b, b_scale, b_block, dtype, fast)
+        return _by_blocks(a, a_scale, b, b_scale, b_block, dtype)
     if a_block == (0, 0):
         a_scale, b_scale = a_scale.view(()), b_scale.view(())
     else:
@@ -34,13 +34,7 @@ def fp8_matmul(
 
 
 def _by_blocks(  # noqa: PLR0917 -- one internal caller
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_block: Block,
-    dtype: torch.dtype,
-    fast: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_block: Block, dtype: torch.dtype
 ) -> Tensor:
     """Pieces of 128 with pieces or with tiles; the product wants scales of pieces column by column,
     and those of tiles with room for a multiple of four along what is summed.
@@ -54,5 +48,5 @@ def _by_blocks(  # noqa: PLR0917 -- one internal caller
         kind = kinds.BlockWise128x128
     return F.scaled_mm(
         a.contiguous(), b.contiguous().t(), down, kinds.BlockWise1x128, across, kind,
-        output_dtype=dtype, use_fast_accum=fast,
+        output_dtype=dtype,
     )  # fmt: skip
