@@ -1,7 +1,6 @@
 """Latent attention and multi-token prediction under every kind of layout equal one process."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,14 +71,14 @@ def config_of(name: str, documents: Path) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def references(documents: Path) -> Iterator[dict[str, Record]]:
+def references(documents: Path) -> dict[str, Record]:
     found = {}
     for name in MODELS:
         one = record(comparable(config_of(name, documents)), ParallelMesh.single(), STEPS)
         assert one is not None
         assert one.margin > LEAST_MARGIN, f"{name}: a router's choice is rounding"
         found[name] = one
-    yield found
+    return found
 
 
 @pytest.mark.parametrize(
