@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_models import (
+    DeltaNetConfig,
     GlobalCounts,
     MambaConfig,
     ModelConfig,
@@ -25,7 +26,10 @@ from mcore_parallel.testing import RankPool
 
 LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
 MAMBA = MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=4)
-HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*-", "M."), mamba=MAMBA)
+DELTA = DeltaNetConfig(
+    num_key_heads=2, num_value_heads=8, key_head_dim=6, value_head_dim=4, chunk_size=4
+)
+HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*-", "G."), mamba=MAMBA, delta_net=DELTA)
 MIXED = "cp-kind=ring+all-gather+all-to-all+two-level:2"
 
 
@@ -65,7 +69,7 @@ def measure(config: ModelConfig, layout: str) -> tuple[float, dict[str, Tensor]]
         (LLAMA, 4, f"cp=4,{MIXED}"),
         (LLAMA, 4, "cp=2,tp=2,sp,cp-kind=all-to-all"),
         (LLAMA, 2, "cp=2,cp-kind=all-gather"),
-        (HYBRID, 4, "cp=4"),  # each group of B and C goes to two ranks
+        (HYBRID, 4, "cp=4"),  # each group of B and C, and each key head, goes to two ranks
         (HYBRID, 4, "cp=2,tp=2,sp"),
     ],
 )

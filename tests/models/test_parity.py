@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_models import (
     BuildContext,
+    DeltaNetConfig,
     GlobalCounts,
     MambaConfig,
     ModelConfig,
@@ -31,7 +32,11 @@ LLAMA = llama(vocab_size=37, hidden_size=32, num_layers=2, num_heads=4, num_kv_h
 GPT2 = gpt2(vocab_size=37, hidden_size=32, num_layers=2, num_heads=4, max_positions=8, dropout=0.2)
 # Two groups and four ranks: B, C and a group of the norm lie on two ranks each.
 MAMBA = MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=4)
-HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*.", "M."), mamba=MAMBA)
+# Two key heads: each lies on two ranks.
+DELTA = DeltaNetConfig(
+    num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=8, chunk_size=4
+)
+HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*.", "G."), mamba=MAMBA, delta_net=DELTA)
 CUSTOM = replace(LLAMA, num_layers=3, dropout=0.2, pattern=("R-", "*S", ".Y"))
 
 

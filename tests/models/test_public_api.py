@@ -3,9 +3,11 @@ import inspect
 import mcore_models
 
 PUBLIC = """
-AttentionConfig AuxiliaryLosses GPT BuildContext Builder GlobalCounts KVCache MambaConfig MoEConfig ModelConfig
-ParameterCount RopeConfig TokenBatch TokenContext build_model check_layout count_parameters flops_of_documents
-flops_per_token flops_utilization gpt2 llama model_shape preset preset_names
+AttentionConfig AuxiliaryLosses GPT BuildContext Builder DeltaNetConfig GlobalCounts KVCache
+MambaConfig MoEConfig
+ModelConfig ParameterCount RopeConfig TokenBatch TokenContext build_model check_layout
+count_parameters flops_of_documents flops_per_token flops_utilization gpt2 llama model_shape preset
+preset_names
 """
 
 

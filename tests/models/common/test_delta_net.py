@@ -31,7 +31,7 @@ DELTA = DeltaNetConfig(
 PURE = ModelConfig(vocab_size=37, hidden_size=32, num_layers=2, delta_net=DELTA, init_std=0.2)
 HYBRID = replace(
     llama(vocab_size=37, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.2),
-    pattern=("G-", "*-", "MG"),
+    pattern=("G-", "*M", "G."),
     delta_net=DELTA,
     mamba=MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=4),
 )
@@ -275,6 +275,9 @@ def test_a_configuration_that_cannot_be(changes: dict[str, object], message: str
 def test_a_pattern_without_its_configuration() -> None:
     with pytest.raises(ValueError, match=r"layer 0 asks for 'G' and delta_net is not set"):
         replace(PURE, delta_net=None, num_heads=4, pattern=("G-", "*-"))
+    both = replace(HYBRID, pattern=("G-", "*-", "MG"))
+    with pytest.raises(ValueError, match="layer 2 is 'MG', and the states of both would be"):
+        build_model(both)
     with pytest.raises(ValueError, match="delta_net is set and no layer of the pattern has 'G'"):
         replace(PURE, num_heads=4)
 

@@ -14,7 +14,7 @@ from mcore_ckpt.hf import HFFolder, SafetensorsFolder, load_hf, save_hf
 from mcore_ckpt.importing import load_from
 from mcore_models import GPT, ModelConfig, TokenBatch, build_model
 from mcore_models.hf import ARCHITECTURES
-from mcore_parallel import LayoutTensor, ParallelConfig, ParallelMesh
+from mcore_parallel import LayoutTensor, ParallelConfig, ParallelMesh, all_gather_object
 from mcore_parallel.layout import Box
 from mcore_parallel.mapping import TensorMeta
 from mcore_parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_logits
@@ -122,3 +122,34 @@ def import_and_export(
         "held": sum(p.numel() * p.element_size() for p in model.parameters()),
         "rows": len(model.get_parameter("embedding.weight")) if whole else None,
     }
+
+
+def logits_and_export(
+    folder: Path, out: Path, tokens: Tensor, layout: ParallelConfig
+) -> Tensor | None:
+    """Load over any layout and export; the logits of tokens, of the last stage."""
+    opened = HFFolder.open(folder, known=ARCHITECTURES)
+    model = build(opened.model, layout, torch.float32, 0).eval()
+    mesh = model.mesh
+    load_hf(folder, tensors_of(model, "model/"), mesh.world, prefix="model/", known=ARCHITECTURES)
+    if mesh.dp.size == 1:
+        save_hf(
+            out,
+            tensors_of(model),
+            mesh.world,
+            architecture=opened.architecture,
+            model=opened.model,
+            base_config=opened.config,
+            files=opened.files(),
+        )
+    batch, hidden = TokenBatch.from_samples(tokens), None
+    with torch.no_grad():
+        for stage in range(mesh.pp.size):
+            output = model.stage_forward(batch, hidden) if stage == mesh.pp.rank else None
+            passed = all_gather_object(output, mesh.pp)[stage]
+            hidden = passed if stage + 1 == mesh.pp.rank else hidden
+        if not model.is_last:
+            return None
+        assert passed is not None
+        whole = gather_logits(passed, mesh.tp, vocab_size=model.config.vocab_size)
+    return whole.view(*tokens.shape, -1)

@@ -11,6 +11,7 @@ from functools import partial
 
 from mcore_models.config import ModelConfig
 from mcore_models.parts import MoEConfig
+from mcore_models.recurrent_presets import RECURRENT_PRESETS
 
 
 def llama(
@@ -148,4 +149,5 @@ _PRESETS = {
         ffn_size=5632,
         max_positions=2048,
     ),
+    **RECURRENT_PRESETS,
 }

@@ -60,6 +60,11 @@ def check_parts(config: ModelConfig, builders: Mapping[str, Builder]) -> None:
                 f"layer {index} would have two parts called {names[0]!r}: "
                 f"give each a layer of its own, '{letters[0]}{NO_PART}'"
             )
+        if set(letters) == {"M", "G"}:
+            raise ValueError(
+                f"layer {index} is {letters!r}, and the states of both would be those of layer "
+                f"{index}: give each a layer of its own, '{letters[0]}{NO_PART}'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

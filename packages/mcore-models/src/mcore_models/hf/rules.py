@@ -15,7 +15,10 @@ class _Required(Enum):
 REQUIRED = _Required.VALUE
 """The default of a field that has none: a `config.json` without it is refused."""
 
-IN_FORCE = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_size": "mlp_size"}
+IN_FORCE = {
+    **{"num_kv_heads": "kv_heads", "head_dim": "head_size"},
+    **{"ffn_size": "mlp_size", "mlp_bias": "ffn_bias"},
+}
 """Properties with the value in force of fields that may be None."""
 
 
