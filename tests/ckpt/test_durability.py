@@ -1,12 +1,14 @@
 """Crashes at every moment of a save, on a disk that keeps only what was synced.
 
 A recording storage logs a sequence of saves: over an older checkpoint, over the same step, with
-retention. Every prefix of the log is replayed with unsynced data dropped, kept, torn or mixed.
+retention, in the background, and a prune after them. Every prefix of the log is replayed with
+unsynced data dropped, kept, torn or mixed.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,11 @@ from mcore_ckpt.verifying import verify_at
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 SURVIVALS: list[Survival] = ["drop", "keep", "torn", *range(6)]
-SAVES = [  # (step, keep_last) in the order in which the run saves them
-    (10, None),
-    (20, 1),
-    (20, 1),  # the same step again, after a run was taken back
-    (30, 2),
+SAVES = [  # (step, keep_last, in the background) in the order in which the run saves them
+    (10, None, False),
+    (20, 1, False),
+    (20, 1, True),  # the same step again, after a run was taken back
+    (30, 2, True),
 ]
 
 
@@ -58,18 +60,24 @@ class Recorded:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     storage = RecordingStorage(tmp_path_factory.mktemp("recorded"))
     ends = []
-    for number, (step, keep_last) in enumerate(SAVES):
-        mcore_ckpt.save(
-            storage.root,
-            step=step,
-            tensors=tensors(number),
-            state={"save": number},
-            files={"tokenizer/vocab.txt": b"a b c"},
-            keep_last=keep_last,
-            chunk_bytes=48,
-            storage=storage,
-        )
+    saver = mcore_ckpt.AsyncSaver()
+    for number, (step, keep_last, background) in enumerate(SAVES):
+        options: dict[str, Any] = {
+            "step": step,
+            "tensors": tensors(number),
+            "state": {"save": number},
+            "files": {"tokenizer/vocab.txt": b"a b c"},
+            "keep_last": keep_last,
+            "chunk_bytes": 48,
+            "storage": storage,
+        }
+        if background:
+            saver.save(storage.root, **options)
+            saver.wait()
+        else:
+            mcore_ckpt.save(storage.root, **options)
         ends.append(len(storage.log))
+    assert len(mcore_ckpt.prune(storage.root, keep_last=1, storage=storage).removed) == 1
     return Recorded(log=storage.log, ends=ends)
 
 
@@ -107,7 +115,7 @@ def faults(recorded: Recorded, seen: set[tuple[int, int]] | None = None) -> Iter
 
 
 def test_whatever_is_committed_is_whole_and_the_newest_is_there(recorded: Recorded) -> None:
-    """The synchronous half of U47, for every prefix of the writes of four saves with retention."""
+    """U47, for every prefix of the writes of four saves with retention, and of a prune."""
     seen: set[tuple[int, int]] = set()
     assert not list(faults(recorded, seen))
     assert {(n, n) for n in range(4)} <= seen

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of saves: the newest committed checkpoint always loads."""
+"""kill -9 of any rank in the middle of saves: the newest committed checkpoint always loads."""
 
 import os
 import random
@@ -7,75 +7,136 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mcore_ckpt
 
-# Imports torch once; for each number on its input a forked child saves from that step on.
+# Imports torch once; for each line on its input (the step to begin with, how to save, the number of
+# ranks) it forks ranks that save step after step until one of them is killed; then the others are.
 SAVER = """
-import os, sys
+import os, signal, sys
 import torch
+import torch.distributed as dist
 import mcore_ckpt
 import mcore_ckpt.tensorstore_engine  # starts no thread yet, so that forking is safe
+from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 torch.set_num_threads(1)
-layout = {f"t{i}": TensorLayout.whole(f"model/t{i}", (40, 30)) for i in range(6)}
+folder, meeting = sys.argv[1:]
 
-def save(step):
-    tensors = {k: LayoutTensor(torch.full((40, 30), float(step)), v) for k, v in layout.items()}
-    mcore_ckpt.save(sys.argv[1], step=step, tensors=tensors, state={"step": step},
-                    keep_last=1, chunk_bytes=600)
+def tensors(group, step):
+    found = {}
+    for i in range(6):
+        whole = TensorLayout.whole(f"model/t{i}", (40, 30))
+        rows = 40 // group.size
+        layout = whole.slice(0, group.rank * rows, (group.rank + 1) * rows)
+        found[f"t{i}"] = LayoutTensor(torch.full(layout.shape, float(step)), layout)
+    return found
 
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        step = int(line)
-        while True:
-            save(step)
-            os.write(1, f"saved {step}\\n".encode())
-            step += 1
-    os.write(1, f"child {child}\\n".encode())
-    os.waitpid(child, 0)
+def tell(group, step):
+    if group.rank == 0:
+        os.write(1, f"saved {step}\\n".encode())
+
+def rank(number, size, step, how, rendezvous):
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number,
+                                world_size=size)
+    group = Group.world()
+    saver = mcore_ckpt.AsyncSaver(group)
+    while True:
+        options = dict(step=step, tensors=tensors(group, step), state={"step": step},
+                       chunk_bytes=600, keep_last=None if how == "prune" else 1)
+        if how == "async":
+            saver.save(folder, **options)
+            for done in saver.wait():
+                tell(group, done.step)
+        else:
+            mcore_ckpt.save(folder, group=group, **options)
+            tell(group, step)
+        if how == "prune" and number == 0:
+            mcore_ckpt.prune(folder, keep_last=1)
+        step += 1
+
+for round, line in enumerate(sys.stdin):
+    step, how, size = line.split()
+    children = []
+    for number in range(int(size)):
+        child = os.fork()
+        if not child:
+            try:
+                rank(number, int(size), int(step), how, f"{meeting}/{round}")
+            except BaseException:
+                if int(size) == 1:
+                    raise
+            os._exit(3)  # another rank is gone
+        children.append(child)
+    os.write(1, ("children " + " ".join(map(str, children)) + "\\n").encode())
+    first, _ = os.wait()
+    for child in children:
+        if child != first:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     os.write(1, b"dead\\n")
 """
+KINDS = [(how, size) for size in (1, 2) for how in ("sync", "async", "prune")]
+ROUNDS = 40 if os.environ.get("NIGHTLY") else 2
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
-    """The synchronous half of U47: what loads is the last step reported saved, or the next."""
+@pytest.mark.timeout(200 * ROUNDS + 100)
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """U47: what loads is the last step reported saved, or the next; with every way of saving."""
     chance = random.Random(5)
     last, unfinished = 0, 0
+    run, meeting = tmp_path / "run", tmp_path / "meeting"
+    meeting.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(tmp_path)],
+        [sys.executable, "-c", SAVER, str(run), str(meeting)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if ROUNDS > 2 else None,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as saver:
         assert saver.stdin is not None
-        assert saver.stdout is not None
-        for _ in range(10):
-            print(last + 1, file=saver.stdin, flush=True)
-            lines = [saver.stdout.readline().split()]
-            while lines[-1] != ["saved", str(last + 1)]:  # at least one save, then the kill
-                lines.append(saver.stdout.readline().split())
+        for how, size in KINDS * ROUNDS:
+            print(last + 1, how, size, file=saver.stdin, flush=True)
+            lines = [line_of(saver)]
+            while not {"children", "saved"} <= {line[0] for line in lines}:
+                lines.append(line_of(saver))  # at least one save, then the kill
             time.sleep(chance.random() * 0.2)
-            child = next(int(value) for kind, value in lines if kind == "child")
-            os.kill(child, signal.SIGKILL)
+            children = next(line[1:] for line in lines if line[0] == "children")
+            os.kill(int(chance.choice(children)), signal.SIGKILL)
             while lines[-1] != ["dead"]:
-                lines.append(saver.stdout.readline().split())
+                lines.append(line_of(saver))
             last = max(int(line[1]) for line in lines if line[0] == "saved")
-            newest = mcore_ckpt.latest(tmp_path)
-            assert newest is not None
-            opened = mcore_ckpt.open(newest)
-            assert opened.step in (last, last + 1)
-            assert opened.state == {"step": opened.step}
-            assert len(opened) == 6
-            assert all((tensor == opened.step).all() for tensor in opened.values())
-            assert not mcore_ckpt.verify(newest).problems
-            unfinished += any(path != newest for path in tmp_path.iterdir())
-            last = opened.step
+            last, half = check(run, last)
+            unfinished += half
         saver.stdin.close()
     assert unfinished > 0, "no kill ever hit a save"
+
+
+def line_of(saver: "subprocess.Popen[str]") -> list[str]:
+    assert saver.stdout is not None
+    line = saver.stdout.readline().split()
+    assert line, "the saver ended"
+    return line
+
+
+def check(run: Path, last: int) -> tuple[int, Any]:
+    """Return the newest step, and whether something besides it was being written or removed."""
+    newest = mcore_ckpt.latest(run)
+    assert newest is not None
+    opened = mcore_ckpt.open(newest)
+    assert opened.step in (last, last + 1)
+    assert opened.state == {"step": opened.step}
+    assert len(opened) == 6
+    assert all((tensor == opened.step).all() for tensor in opened.values())
+    assert not mcore_ckpt.verify(newest).problems
+    found = mcore_ckpt.find(run, scan="full")
+    assert found is not None
+    assert found.path == newest
+    return opened.step, any(path != newest for path in run.iterdir())
