@@ -175,7 +175,13 @@ def _diverged(session: Session) -> tuple[str, ...]:
     digests = {}
     for held in session.buckets.parameters().values():
         for fragment, view in held.views():
-            data = view.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            data = (
+                view.reshape(-1)
+                .clone(memory_format=torch.contiguous_format)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
             place = (fragment.name, fragment.box.start, fragment.box.shape)
             digests[place] = hashlib.sha256(data).hexdigest()
     seen: dict[tuple[str, object, object], str] = {}

@@ -1,0 +1,140 @@
+"""What attention, blocks and MLPs can do besides: against formulas, and over every layout."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_models import (
+    AttentionConfig,
+    ModelConfig,
+    RopeConfig,
+    TokenBatch,
+    build_model,
+    llama,
+)
+from mcore_parallel import RngKey
+from mcore_parallel.layout import LayoutTensor, gather_all
+
+sys.path.append(str(Path(__file__).parent))
+from plain_decoder import PlainDecoder
+
+LLAMA = llama(
+    vocab_size=37,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=40,
+    init_std=0.3,
+)
+LAYER_NORMS = replace(
+    LLAMA, norm="layer_norm", activation="gelu", linear_bias=True, init_depth_scaled=False
+)
+YARN = RopeConfig(scaling="yarn", factor=4.0, original_length=8, beta_fast=4.0)
+LLAMA3 = RopeConfig(
+    scaling="llama3", factor=8.0, original_length=64, low_freq_factor=1.0, high_freq_factor=4.0
+)
+FEATURES = {
+    "norms of heads, gate": {
+        "attention": AttentionConfig(qk_norm="head", gate=True),
+        "attention_bias": True,
+        "zero_centered_norm": True,
+    },
+    "norm over heads, norms after parts": {
+        "attention": AttentionConfig(qk_norm="all", output_bias=True),
+        "norm_place": "post",
+        "activation": "geglu",
+    },
+    "windows, sinks, caps": {
+        "attention": AttentionConfig(
+            window=3, local_layers=(0, 2), local_rope_base=100.0, sinks=True, softcap=2.0, scale=0.3
+        ),
+        "norm_place": "both",
+        "logit_softcap": 3.0,
+        "embedding_scale": 5.0,
+        "activation": "geglu_tanh",
+        "rope": RopeConfig(scaling="linear", factor=3.0),
+    },
+    "partial and interleaved": {
+        "rope": replace(YARN, rotary_dim=6, interleaved=True),
+        "residual": "parallel",
+        "activation": "squared_relu",
+    },
+    "without positions, clamped": {
+        "attention": AttentionConfig(qk_norm="l2", nope_layers=(1,), window=4),
+        "rope": LLAMA3,
+        "activation": "quick_geglu",
+        "glu_limit": 0.5,
+        "glu_offset": 1.0,
+        "residual_scale": 0.4,
+        "logit_scale": 0.25,
+    },
+    "one norm for two": {"residual": "parallel_shared", "activation": "relu", "mlp_bias": True},
+}
+ON_LAYER_NORMS = {
+    "norms of heads": {"attention": AttentionConfig(qk_norm="head", output_bias=False)},
+    "without biases": {"norm_bias": False, "mlp_bias": False, "zero_centered_norm": True},
+    "silu": {"activation": "silu", "norm_place": "both", "residual": "parallel"},
+}
+CASES = [
+    *(pytest.param(LLAMA, change, id=name) for name, change in FEATURES.items()),
+    *(
+        pytest.param(LAYER_NORMS, change, id=f"layer norms, {name}")
+        for name, change in ON_LAYER_NORMS.items()
+    ),
+]
+
+
+def packed() -> TokenBatch:
+    """Documents of 3, 9, 1 and 3 tokens."""
+    tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+    return TokenBatch.from_samples(
+        tokens, labels=tokens.roll(-1, 1), cu_seqlens=torch.tensor([0, 3, 12, 13, 16])
+    )
+
+
+def shaken(model: torch.nn.Module) -> None:
+    """Move norms and biases away from their initial values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.linspace(-0.3, 0.4, parameter.shape[0]))
+
+
+@pytest.mark.parametrize(("base", "change"), CASES)
+def test_a_decoder_follows_the_formulas(base: ModelConfig, change: dict[str, object]) -> None:
+    """Logits, and the gradients of every weight."""
+    config = replace(base, **change)  # type: ignore[arg-type]
+    model = build_model(config, key=RngKey(3))
+    shaken(model)
+    specs = model.specs()
+    tensors = {
+        name: LayoutTensor(parameter.detach(), specs[name].layout)
+        for name, parameter in model.named_parameters()
+    }
+    weights = gather_all(tensors, model.mesh.world)
+    weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    batch = packed()
+    logits = model.stage_forward(batch)[:, :37]
+    want = PlainDecoder(config, weights)(batch)
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    logits.backward(grad)
+    want.backward(grad)
+    gradients = gather_all(
+        {
+            name: LayoutTensor(parameter.grad, specs[name].layout)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+        model.mesh.world,
+    )
+    assert gradients.keys() == weights.keys()
+    total = torch.stack([x.norm() for x in gradients.values()]).norm()
+    for name, value in weights.items():
+        assert value.grad is not None
+        distance = (gradients[name] - value.grad).norm()
+        assert distance <= 1e-5 * max(value.grad.norm(), 1e-2 * total), name
