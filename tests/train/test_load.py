@@ -100,7 +100,10 @@ def test_one_field_of_a_part_of_a_preset_is_changed(monkeypatch: pytest.MonkeyPa
         (["--schedule.warmup_steps", "11"], "warmup_steps=11 exceeds steps=10: use 10 or less"),
         (["--schedule.min_lr", "1"], "min_lr=1.0 must lie in 0 <= min_lr <= lr"),
         (["--checkpoint.interval", "5"], "interval=5 needs checkpoint.directory"),
-        (["--data.reset_attention", "true"], "reset_attention: .* need eod_id or a tokenizer"),
+        (
+            ["--data.mock", "false", "--data.reset_attention", "true"],
+            "reset_attention: .* need eod_id or a tokenizer",
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_line(overrides: list[str], message: str) -> None:
