@@ -9,7 +9,16 @@ from torch import Tensor
 
 import mcore_ckpt
 from mcore_data import ByteTokenizer
-from mcore_models import GPT, MambaConfig, ModelConfig, gpt2, llama
+from mcore_models import (
+    GPT,
+    AttentionConfig,
+    DeltaNetConfig,
+    MambaConfig,
+    ModelConfig,
+    RopeConfig,
+    gpt2,
+    llama,
+)
 from mcore_parallel import LayoutTensor
 
 VOCABULARY = 257  # the byte tokenizer's, odd: padded under tp 2
@@ -20,7 +29,40 @@ LLAMA = llama(vocab_size=VOCABULARY, num_kv_heads=2, ffn_size=48, **_SHAPE)  # t
 GPT2 = gpt2(vocab_size=VOCABULARY, max_positions=POSITIONS, **_SHAPE)  # type: ignore[arg-type]
 _MAMBA = MambaConfig(num_heads=8, head_dim=8, state_size=6, num_groups=2, chunk_size=4)
 MAMBA = ModelConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, init_std=0.4, mamba=_MAMBA)
-HYBRID = replace(LLAMA, pattern=("*-", "M-"), mamba=_MAMBA)
+_DELTA = DeltaNetConfig(
+    num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=8, chunk_size=4
+)
+HYBRID = replace(LLAMA, pattern=("*M", "G-"), mamba=_MAMBA, delta_net=_DELTA)
+# Windows shorter than the texts, and all that attention does besides.
+FEATURES = replace(
+    LLAMA,
+    num_layers=3,
+    attention=AttentionConfig(
+        qk_norm="head",
+        gate=True,
+        sinks=True,
+        softcap=3.0,
+        scale=0.5,
+        window=4,
+        local_layers=(0, 2),
+        local_rope_base=100.0,
+        nope_layers=(2,),
+    ),
+    rope=RopeConfig(rotary_dim=6, interleaved=True, scaling="yarn", factor=2.0, original_length=8),
+    norm_place="both",
+    zero_centered_norm=True,
+    activation="geglu_tanh",
+    embedding_scale=2.0,
+    residual_scale=0.5,
+    logit_softcap=8.0,
+)
+POST_NORM = replace(
+    LLAMA,
+    attention=AttentionConfig(qk_norm="all", window=3),
+    norm_place="post",
+    residual="parallel",
+    activation="squared_relu",
+)
 DRESSES = {"llama": LLAMA, "gpt2": GPT2, "mamba": MAMBA, "hybrid": HYBRID}
 
 PROMPTS = ["a", "hello", "what is this", "hi"]

@@ -11,7 +11,7 @@ from mcore_models import build_model
 from mcore_parallel import ParallelMesh
 
 sys.path.append(str(Path(__file__).parent))
-from small_models import DRESSES, last_logits
+from small_models import DRESSES, FEATURES, POST_NORM, last_logits
 
 DEVICES = [
     "cpu",
@@ -27,13 +27,14 @@ DEVICES = [
 # and a third takes its place; prefills run beside single tokens.
 STEPS = [{0: 7}, {0: 1}, {0: 1, 1: 5}, {1: 1}, {0: 2, 1: 1}, {1: 1, 2: 9}, {1: 1, 2: 1}, {2: 1}]
 LEAVES = {4: 0, 6: 1}
+MODELS = {**DRESSES, "features": FEATURES, "post-norm": POST_NORM}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dress", DRESSES)
+@pytest.mark.parametrize("dress", MODELS)
 def test_logits_of_every_pass_are_those_of_the_whole_sequence(dress: str, device: str) -> None:
     """For keys and values as for recurrent states, and for both in one model."""
-    model = build_model(DRESSES[dress], ParallelMesh.single(device)).eval()
+    model = build_model(MODELS[dress], ParallelMesh.single(device)).eval()
     runner, cache = ModelRunner(model), ContiguousCache()
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(257, (20,), generator=generator).tolist() for _ in range(3)]
