@@ -6,7 +6,7 @@ from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
-from mcore_models.hf.rules import Only, with_defaults
+from mcore_models.hf.rules import with_defaults
 from mcore_models.hf.windows import Windows
 from mcore_parallel.mapping import Operator, Split
 
@@ -34,7 +34,6 @@ PHI3 = Architecture(
         *with_defaults(SIZES, max_position_embeddings=4096),
         *with_defaults(DRESS, rms_norm_eps=1e-5),
         TIED,
-        Only("head_dim", None),
         Windows(),
         Rope(
             default_share=1.0,
