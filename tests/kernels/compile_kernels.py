@@ -71,6 +71,9 @@ def real_calls(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x(4, 2 * 2880), x(2 * 2880), {"activation": "quick_gelu", "limit": 7.0, "offset": 1.0}
     if op == "rope":
         yield x(4, 32, 128), x(4, 8, 128), *rope_cos_sin(torch.arange(4), 128), {}
+    if op == "causal_conv1d":
+        ends = torch.tensor([0, 64], dtype=torch.int32)
+        yield x(64, 4352), x(4352, 4), x(4352), {"cu_seqlens": ends, "silu": True}
     if op == "grouped_linear":
         yield x(1024, 2048), x(16, 1536, 2048), torch.full((16,), 64), {}
     if op == "paged_attention":

@@ -25,7 +25,7 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor]:
     """See `mcore_kernels.protocols.CausalConv1dOp`; ValueError for shapes that do not fit."""
     count, past = cu_seqlens.shape[0] - 1, weight.shape[1] - 1
-    _check(x, weight, bias, count, uniform, initial_states)
+    check(x, weight, bias, count, uniform, initial_states)
     if initial_states is None:
         history = x.new_zeros(count, past, x.shape[1])
     else:
@@ -80,7 +80,37 @@ def _behind_history(x: Tensor, history: Tensor, bounds: Tensor) -> Tensor:
     return torch.cat((x, history.flatten(0, 1), x.new_zeros(1, x.shape[1]))).index_select(0, source)
 
 
-def _check(  # noqa: PLR0917 -- the arguments of the operator, as they came
+def document_of(x: Tensor, bounds: Tensor, uniform: tuple[int, int] | None) -> Tensor:
+    """The number of each row's document [T], int64; that of documents for rows of none."""
+    token = torch.arange(x.shape[0], device=x.device)
+    if uniform is not None:
+        return token // max(uniform[1], 1)
+    return torch.searchsorted(bounds[1:], token, right=True)
+
+
+def last_rows(x: Tensor, bounds: Tensor, past: int) -> Tensor:
+    """The last rows [N, past, C] of each document, zeros where it has fewer; differentiable."""
+    row = bounds[1:, None] - past + torch.arange(past, device=x.device)
+    own = (row >= bounds[:-1, None]).unsqueeze(-1)
+    if not x.shape[0]:
+        return x.new_zeros(*row.shape, x.shape[1])
+    found = x.index_select(0, row.clamp(min=0).flatten()).view(*row.shape, x.shape[1])
+    return torch.where(own, found, 0.0)
+
+
+def limits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_states: Tensor | None = None,
+    **_: object,
+) -> str | None:
+    """What the Triton kernels take."""
+    return None if initial_states is None else "takes no initial states"
+
+
+def check(  # noqa: PLR0917 -- the arguments of the operator, as they came
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -88,6 +118,7 @@ def _check(  # noqa: PLR0917 -- the arguments of the operator, as they came
     uniform: tuple[int, int] | None,
     initial_states: Tensor | None,
 ) -> None:
+    """Refuse shapes that do not fit together, with a ValueError."""
     channels, width = x.shape[1], weight.shape[1]
     if weight.shape[0] != channels or width < 1:
         raise ValueError(
