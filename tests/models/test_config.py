@@ -2,7 +2,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from mcore_models import ModelConfig, MoEConfig
+from mcore_models import AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_models._checks import nearest_divisors, nearest_multiples
 
 TINY = ModelConfig(vocab_size=32, hidden_size=64, num_layers=2, num_heads=4)
@@ -38,6 +38,84 @@ def test_biases() -> None:
 )
 def test_patterns_are_taken_in_several_forms(pattern: object) -> None:
     assert replace(TINY, pattern=pattern).layer_pattern == ("*-", "X.")  # type: ignore[arg-type]
+
+
+def test_a_letter_for_each_layer() -> None:
+    """Mixers and feed-forwards alone; a stage's end and further heads are no layers."""
+    config = replace(TINY, num_layers=4, pattern="*-X-")  # type: ignore[arg-type]
+    assert config.layer_pattern == ("*.", ".-", "X.", ".-")
+    assert replace(config, pattern=["*-X-"]) == config  # type: ignore[arg-type]
+    assert replace(TINY, pattern="*-").layer_pattern == ("*.", ".-")  # type: ignore[arg-type]
+    assert replace(TINY, num_layers=1, pattern="*-").layer_pattern == ("*-",)  # type: ignore[arg-type]
+    for pattern, reason in {"*-|*-": "give the layers of each stage", "*-/*-": "heads"}.items():
+        with pytest.raises(ValueError, match=reason):
+            replace(TINY, num_layers=4, pattern=pattern)  # type: ignore[arg-type]
+
+
+def test_biases_of_the_parts() -> None:
+    plain = replace(TINY, linear_bias=True)
+    assert (plain.qkv_bias, plain.output_bias, plain.ffn_bias, plain.expert_bias) == (True,) * 4
+    apart = replace(
+        plain,
+        attention=AttentionConfig(output_bias=False),
+        mlp_bias=False,
+        moe=MOE,
+        pattern="*E *-",
+    )  # type: ignore[arg-type]
+    assert (apart.qkv_bias, apart.output_bias, apart.ffn_bias, apart.expert_bias) == (
+        *(True, False, False, False),
+    )
+    assert replace(apart, moe=replace(MOE, expert_bias=True)).expert_bias
+
+
+YARN = {"scaling": "yarn", "factor": 2.0, "original_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention": {"qk_norm": "heads"}}, ("'heads'", "head, all, l2")),
+        ({"attention": {"window": 0}}, ("attention.window=0", "at least 1")),
+        ({"attention": {"softcap": 0.0}}, ("attention.softcap=0.0",)),
+        ({"attention": {"scale": float("inf")}}, ("attention.scale=inf",)),
+        ({"attention": {"local_layers": [0]}}, ("local_layers", "give attention.window")),
+        ({"attention": {"window": 4, "local_layers": [2]}}, ("layer 2", "num_layers=2", "0 to 1")),
+        ({"attention": {"nope_layers": [1, 0]}}, ("nope_layers", "(0, 1)")),
+        ({"attention": {"qk_norm": "all"}, "norm": "layer_norm"}, ("qk_norm='head'",)),
+        ({"attention": {"sinks": True}, "pattern": "X- X-"}, ("no layer", "'*'")),
+        ({"attention": {"nope_layers": [0]}, "position": "none"}, ("position='none'",)),
+        ({"rope": {"rotary_dim": 5}}, ("rotary_dim=5", "4 or 6")),
+        ({"rope": {"rotary_dim": 18}}, ("rotary_dim=18", "16 channels", "16 or less")),
+        ({"rope": {"scaling": "ntk"}}, ("'ntk'", "linear, llama3, yarn, longrope")),
+        ({"rope": {"factor": 2.0}}, ("rope.factor=2.0", "scaling=None")),
+        ({"rope": {"scaling": "yarn", "factor": 2.0}}, ("needs rope.original_length",)),
+        ({"rope": {**YARN, "low_freq_factor": 1.0}}, ("low_freq_factor", "llama3")),
+        ({"rope": {**YARN, "factor": 0.5}}, ("0.5", "at least 1")),
+        ({"rope": {"sections": [2, 2, 2]}}, ("6 pairs", "8 pairs")),
+        ({"rope": {"interleaved_sections": True}}, ("rope.sections",)),
+        ({"rope": YARN, "position": "learned"}, ("rope", "position='learned'")),
+        ({"norm_bias": False}, ("norm_bias", "'rms_norm'")),
+        ({"norm_place": "after"}, ("'after'", "pre, post, both")),
+        ({"residual": "paralel"}, ("'parallel'",)),
+        ({"glu_limit": 7.0, "activation": "gelu"}, ("glu_limit", "activation='gelu'")),
+        ({"glu_limit": -1.0}, ("glu_limit=-1.0",)),
+        ({"logit_softcap": 0.0}, ("logit_softcap=0.0",)),
+        ({"residual_scale": 0.0}, ("residual_scale=0.0",)),
+    ],
+)
+def test_errors_of_features(change: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        replace(TINY, **change)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_longrope_has_a_factor_for_each_pair() -> None:
+    factors = {"short_factors": (1.0,) * 7, "long_factors": (2.0,) * 8}
+    rope = RopeConfig(scaling="longrope", factor=2.0, original_length=8, **factors)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="short_factors has 7 values, and 8 pairs"):
+        replace(TINY, rope=rope)
 
 
 def test_a_config_is_a_value() -> None:

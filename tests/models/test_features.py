@@ -15,7 +15,8 @@ from mcore_models import (
     build_model,
     llama,
 )
-from mcore_parallel import RngKey
+from mcore_models.common.rope import rotary_angles
+from mcore_parallel import Group, RngKey
 from mcore_parallel.layout import LayoutTensor, gather_all
 
 sys.path.append(str(Path(__file__).parent))
@@ -138,3 +139,61 @@ def test_a_decoder_follows_the_formulas(base: ModelConfig, change: dict[str, obj
         assert value.grad is not None
         distance = (gradients[name] - value.grad).norm()
         assert distance <= 1e-5 * max(value.grad.norm(), 1e-2 * total), name
+
+
+def logits_of(config: ModelConfig, batch: TokenBatch) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = build_model(config, key=RngKey(3)).stage_forward(batch)
+    return logits
+
+
+def test_factors_of_a_document_follow_its_own_length() -> None:
+    """Whatever it is packed with: longer ones than the original length are stretched."""
+    rope = RopeConfig(
+        scaling="longrope",
+        factor=4.0,
+        original_length=4,
+        short_factors=(1.0,) * 4,
+        long_factors=(4.0,) * 4,
+    )
+    config = replace(LLAMA, rope=rope)
+    together = logits_of(config, packed())
+    # The factor on cos and sin is that of the longest text, in documents of any length.
+    for start, stop, factors in [(0, 3, (1.0,) * 4), (3, 12, (4.0,) * 4)]:
+        alone = TokenBatch.from_samples(packed().tokens[None, start:stop])
+        same = replace(rope, short_factors=factors, long_factors=factors)
+        want = logits_of(replace(LLAMA, rope=same), alone)
+        torch.testing.assert_close(together[start:stop], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sections_turn_by_the_positions_of_their_axes(interleaved: bool) -> None:
+    """As transformers' Qwen2-VL and Qwen3-VL do; text has equal positions on all axes."""
+    rope = RopeConfig(sections=(2, 1, 1), interleaved_sections=interleaved)
+    config, batch = replace(LLAMA, rope=rope), packed()
+    axes = torch.stack([batch.positions] * 3, 1)
+    plain = logits_of(LLAMA, batch)
+    assert torch.equal(logits_of(config, batch), plain)
+    assert torch.equal(logits_of(config, replace(batch, axis_positions=axes)), plain)
+    # The second axis turns pair 2, or, interleaved, pair 1: as if that pair alone stood elsewhere.
+    moved = axes.clone()
+    moved[:, 1] += batch.tokens % 3
+    shifted = replace(batch, axis_positions=moved)
+    cos, _ = rotary_angles(config, shifted, Group.single())
+    want, _ = rotary_angles(LLAMA, replace(batch, positions=moved[:, 1]), Group.single())
+    rest, _ = rotary_angles(LLAMA, batch, Group.single())
+    pair = 1 if interleaved else 2
+    assert torch.equal(cos[:, pair], want[:, pair])
+    others = [i for i in range(4) if i != pair]
+    assert torch.equal(cos[:, others], rest[:, others])
+    assert not torch.equal(logits_of(config, shifted), plain)
+    with pytest.raises(ValueError, match=r"axis_positions has shape \(3, 16\)"):
+        replace(batch, axis_positions=axes.t())
+
+
+def test_axes_are_shared_out_as_tokens_are() -> None:
+    axes = torch.arange(48).view(16, 3)
+    batch = replace(packed(), axis_positions=axes)
+    shares = [batch.share(rank, 2) for rank in range(2)]
+    rows = torch.cat([share.axis_positions for share in shares if share.axis_positions is not None])
+    assert all(any(torch.equal(row, axis) for row in rows) for axis in axes)
