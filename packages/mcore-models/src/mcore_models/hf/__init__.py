@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.compare import differences
+from mcore_models.hf.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_FURTHER
 from mcore_models.hf.gemma import GEMMA2, GEMMA3
 from mcore_models.hf.glm4 import GLM4_MOE
 from mcore_models.hf.gpt2 import GPT2
@@ -38,6 +39,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         QWEN3_MOE,
         GLM4_MOE,
         GPT_OSS,
+        DEEPSEEK_V3,
         MAMBA2,
         NEMOTRON_H,
         QWEN3_NEXT,
@@ -47,6 +49,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 __all__ = [
     "ARCHITECTURES",
+    "DEEPSEEK_V3",
+    "DEEPSEEK_V3_FURTHER",
     "DRESS",
     "GEMMA2",
     "GEMMA3",
