@@ -1,4 +1,4 @@
-"""Training and checkpoints of a model with Mamba-2 layers, under every kind of layout."""
+"""Training and checkpoints of a model with recurrent layers, under every kind of layout."""
 
 import dataclasses
 import sys
@@ -26,8 +26,12 @@ from toy import toy
 STEPS = 3
 HYBRID: dict[str, Any] = {
     "num_layers": 3,
-    "pattern": ["M-", "*-", "M."],
+    "pattern": ["G-", "*-", "M."],
     "mamba": {"num_heads": 8, "head_dim": 4, "state_size": 6, "num_groups": 2, "chunk_size": 4},
+    "delta_net": {
+        **{"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 8},
+        "chunk_size": 4,
+    },
 }
 
 
@@ -38,7 +42,7 @@ def hybrid(**fields: Any) -> TrainConfig:
 def test_groups_on_several_ranks_each_equal_one_process(ranks: RankPool) -> None:
     """Loss, every gradient and the parameters after three steps, with dropout.
 
-    With tp=4 each of the two groups of B and C lies on two ranks.
+    With tp=4 each of the two groups of B and C, and of the key heads, lies on two ranks.
     """
     parallel = ParallelConfig(tp=4)
     config = comparable(hybrid(model={**HYBRID, "dropout": 0.1}))
@@ -52,6 +56,8 @@ def test_groups_on_several_ranks_each_equal_one_process(ranks: RankPool) -> None
     assert names == set(single.gradients)
     own = {name for name in names if name.startswith("layers.2.mamba.")}
     assert len(own) == 5 + 6 + 3 + 2  # projections, convolutions, numbers of heads, norm and out
+    own = {name for name in names if name.startswith("layers.0.delta_net.")}
+    assert len(own) == 6 + 3 + 2 + 2
 
 
 def test_a_config_survives_its_file(tmp_path: Path) -> None:
@@ -66,7 +72,8 @@ def test_numbers_of_heads_are_trained_in_fp32_in_a_16_bit_model() -> None:
     config = hybrid(precision="bf16", optimizer={"eps": 1e-12})
     session = build_session(config, ParallelMesh.single())
     step, batches = Step(session), session.data.batches()
-    own = [f"layers.0.mamba.{name}" for name in ("a_log", "d", "dt_bias")]
+    own = [f"layers.2.mamba.{name}" for name in ("a_log", "d", "dt_bias")]
+    own += [f"layers.0.delta_net.{name}" for name in ("a_log", "dt_bias")]
     before = {name: session.model.get_parameter(name).detach().clone() for name in own}
     step(next(batches), lr=1e-5, rng=session.rng.next("dropout"))
     for name in own:
@@ -75,7 +82,7 @@ def test_numbers_of_heads_are_trained_in_fp32_in_a_16_bit_model() -> None:
         change = (after - before[name]).abs()
         assert 0 < change.max() < 1e-4, name
         assert torch.equal(after.bfloat16(), before[name].bfloat16()), name
-    assert session.model.get_parameter("layers.0.mamba.norm.weight").dtype == torch.bfloat16
+    assert session.model.get_parameter("layers.2.mamba.norm.weight").dtype == torch.bfloat16
     session.close()
     session.buckets.close()
 
@@ -123,7 +130,7 @@ def test_a_checkpoint_goes_from_any_cut_to_any(
 ) -> None:
     """U42: fused projection, convolution, norm, a_log, d and dt_bias; whole tensors bitwise.
 
-    With four ranks the groups of B and C lie on two of them each.
+    With four ranks the groups of B and C, and the key heads, lie on two of them each.
     """
     config = hybrid().model
     want = build_model(config, key=RngKey(7))

@@ -1,7 +1,7 @@
 """Published models with recurrent mixers, for `preset`.
 
-Sources: the configurations of the releases of Mamba-2 (state-spaces) and of Mamba-Codestral; NVIDIA,
-"Nemotron-H" (2025), and the configuration of its 8B base; the configuration of Qwen3-Next-80B-A3B.
+Sources: the configurations of the releases of Mamba-2 (state-spaces), Mamba-Codestral and
+Qwen3-Next-80B-A3B; NVIDIA, "Nemotron-H" (2025), and the configuration of its 8B base.
 """
 
 from collections.abc import Mapping
