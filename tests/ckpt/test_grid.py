@@ -47,16 +47,27 @@ def test_a_grid_covers_every_element_once(shape: tuple[int, ...], data: st.DataO
         ((), ()),
         ((0, 5), (1, 5)),
         ((192,), (192,)),
-        ((4096, 4096), (1024, 2048)),
-        ((14336, 4096), (1792, 1024)),
-        ((4096, 14336), (1024, 1792)),
-        ((8, 14336, 4096), (1, 1792, 1024)),
-        ((50257, 768), (1571, 768)),
+        ((192, 1024), (192, 1024)),
+        ((1024, 1024), (512, 512)),
+        ((4096, 4096), (512, 512)),
+        ((14336, 4096), (1792, 512)),
+        ((4096, 14336), (512, 1792)),
+        ((8, 14336, 4096), (1, 1792, 512)),
+        ((64, 1024, 512), (4, 1024, 512)),
+        ((50257, 768), (1571, 96)),
     ],
 )
 def test_chunk_shapes_of_usual_tensors(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """The grid is part of no promise, but what it is should change on purpose only."""
     assert chunk_shape(shape, 4, DEFAULT_CHUNK_BYTES) == expected
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336), (8, 4096, 8192)])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_shards_of_a_matrix_are_whole_chunks(shape: tuple[int, ...], parts: int) -> None:
+    chunk = chunk_shape(shape, 4)
+    for dim in (-2, -1):
+        assert shape[dim] // parts % chunk[dim] == 0
 
 
 def test_keys() -> None:

@@ -79,8 +79,87 @@ def test_warning_loads_the_rest(path: Path) -> None:
 
 
 def test_an_unknown_strictness(path: Path) -> None:
-    with pytest.raises(ValueError, match="strict is 'maybe'; it is 'error' or 'warn'"):
+    with pytest.raises(ValueError, match="strict is 'maybe'; it is 'error', 'warn' or 'report'"):
         mcore_ckpt.load(path, {}, strict="maybe")  # type: ignore[arg-type]
+
+
+def test_reporting_loads_the_rest_in_silence(path: Path) -> None:
+    tensors = {
+        "a": whole("model/a", torch.zeros(3, 4)),
+        "c": whole("model/c", torch.full((2,), 7.0)),
+    }
+    report = mcore_ckpt.load(path, tensors, strict="report", prefixes=["model/"])
+    assert (report.missing, report.unexpected) == (("model/c",), ("model/b",))
+    assert torch.equal(tensors["a"].tensor, torch.arange(12.0).view(3, 4))
+    assert (tensors["c"].tensor == 7).all()
+
+
+def layers(path: Path, count: int, suffix: str = "w") -> dict[str, LayoutTensor]:
+    names = [f"model/layers.{i}.{suffix}" for i in range(count)]
+    return {name: whole(name, torch.full((2, 3), float(i))) for i, name in enumerate(names)}
+
+
+def test_part_of_the_layers_by_pattern(tmp_path: Path) -> None:
+    path = mcore_ckpt.save(tmp_path, step=1, tensors=layers(tmp_path, 6))
+    held = {name: whole(name, torch.full((2, 3), 7.0)) for name in layers(tmp_path, 6)}
+    report = mcore_ckpt.load(path, held, patterns=["model/layers.[1-2].*", "model/layers.5.w"])
+    assert str(report) == ""
+    found = [x.tensor[0, 0].item() for x in held.values()]
+    assert found == [7, 1, 2, 7, 7, 5]
+    del held["model/layers.2.w"]
+    with pytest.raises(ValueError, match=r"1 unexpected: model/layers\.2\.w"):
+        mcore_ckpt.load(path, held, patterns=["model/layers.[1-2].*"])
+
+
+@pytest.mark.parametrize(("saved", "wanted", "what"), [(6, 4, "unexpected"), (4, 6, "missing")])
+def test_more_or_fewer_layers_are_refused_by_name(
+    tmp_path: Path, saved: int, wanted: int, what: str
+) -> None:
+    path = mcore_ckpt.save(tmp_path, step=1, tensors=layers(tmp_path, saved))
+    with pytest.raises(ValueError, match=f"2 {what}: model/layers.4.w, model/layers.5.w$"):
+        mcore_ckpt.load(path, layers(tmp_path, wanted))
+
+
+def test_tensors_renamed_by_rule(tmp_path: Path) -> None:
+    path = mcore_ckpt.save(tmp_path, step=1, tensors=layers(tmp_path, 3, "old.weight"))
+    held = {name: whole(name, torch.zeros(2, 3)) for name in layers(tmp_path, 3, "new")}
+    rules = [(r"model/layers\.(\d+)\.old\.weight", "model/layers.{1}.new")]
+    assert str(mcore_ckpt.load(path, held, rename=rules)) == ""
+    assert [x.tensor[0, 0].item() for x in held.values()] == [0, 1, 2]
+    chunk = path / "model/layers.1.old.weight/c.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"!")
+    with pytest.raises(mcore_ckpt.CheckpointError, match=r"layers\.1\.old\.weight/c\.0\.0 is dam"):
+        mcore_ckpt.load(path, held, rename=rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("model/(", "x")], "rename 'model/\\(' is no regular expression"),
+        ([("model/x", "y")], "'model/x' matches no tensor; there is exp_avg/a, model/a, model/b"),
+        ([("model/[ab]", "model/c")], "model/a and model/b would both be called model/c"),
+        ([("model/(a)", "model/{2}")], r"no group for what 'model/\{2\}' names"),
+    ],
+)
+def test_rules_that_cannot_be(path: Path, rules: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mcore_ckpt.load(path, {}, rename=rules)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(8, 12), (12, 8), (8, 7)])
+def test_another_padding_of_the_vocabulary(tmp_path: Path, saved: int, loaded: int) -> None:
+    def padded(rows: int, fill: float) -> LayoutTensor:
+        parts = [TensorLayout.whole("model/embedding.weight", (7, 2))]
+        parts.append(TensorLayout.padding((rows - 7, 2)))
+        value = torch.full((rows, 2), fill)
+        value[:7] = torch.arange(14.0).view(7, 2) if fill == 0 else fill
+        return LayoutTensor(value, TensorLayout.concat(parts))
+
+    mcore_ckpt.save(tmp_path, step=1, tensors={"e": padded(saved, 0.0)})
+    held = padded(loaded, 7.0)
+    mcore_ckpt.load(tmp_path, {"e": held})
+    assert torch.equal(held.tensor[:7], torch.arange(14.0).view(7, 2))
+    assert (held.tensor[7:] == 0).all()
 
 
 def test_prefixes(path: Path) -> None:

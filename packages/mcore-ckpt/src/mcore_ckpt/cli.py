@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 
-from mcore_ckpt.commands import prune
+from mcore_ckpt.commands import average, diff, prune, reshard, verify
+from mcore_ckpt.commands.sizes import parse_size
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status.
 
-    0: done. 1: `verify` found damage. 2: a mistake of the user, told in one line.
+    0: done. 1: `verify` found damage, or `diff` a difference. 2: a mistake of the user, told in one
+    line.
     """
     arguments = _parser().parse_args(argv)
     from mcore_ckpt.errors import CheckpointError
@@ -38,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
-    verify = commands.add_parser("verify", help="compare every byte with the checksums")
-    verify.add_argument("directory", metavar="DIR", help=where)
-    verify.set_defaults(run=_verify)
-
+    verify.add(commands)
+    diff.add(commands)
+    average.add(commands)
+    reshard.add(commands)
     prune.add(commands)
 
     convert = commands.add_parser(
@@ -80,27 +81,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    from mcore_ckpt.inspecting import count
-    from mcore_ckpt.verifying import verify
-
-    found = verify(arguments.directory)
-    for problem in found.problems:
-        print(problem)
-    if found.problems:
-        print(f"{found.path}: damaged ({count(len(found.problems), 'problem')})")
-        return 1
-    seen = (
-        count(found.num_tensors, "tensor"),
-        count(found.num_chunks, "chunk"),
-        count(found.num_bytes, "byte"),
-    )
-    print(f"{found.path}: whole ({', '.join(seen)} checked)")
-    return 0
-
-
 def _convert(arguments: argparse.Namespace) -> int:
-    limit = _size(arguments.max_shard_size)
+    limit = parse_size(arguments.max_shard_size, "--max-shard-size")
     import torch
 
     from mcore_ckpt.convert import convert
@@ -114,14 +96,3 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(f"mcore-ckpt: {note}", file=sys.stderr)
     print(f"{done.path}: {count(done.num_tensors, 'tensor')}, {count(done.num_bytes, 'byte')}")
     return 0
-
-
-def _size(text: str) -> int:
-    """Return the bytes of `5GB`, `200MB`, `4GiB` or a bare number."""
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"--max-shard-size {text!r} is no size: write it as 5GB, 200MB or 4GiB")
-    number, unit, binary = match.groups()
-    power = "KMGT".index(unit.upper()) + 1 if unit else 0
-    scale: int = (1024 if binary else 1000) ** power
-    return int(number) * scale

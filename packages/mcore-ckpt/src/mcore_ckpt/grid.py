@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from mcore_parallel.layout import Box
 
 DEFAULT_CHUNK_BYTES = 8 << 20
+_SMALL = 1 << 20  # bytes: chunks of at most this many are not cut for the sake of shards
+_SHARDS = 8
 
 
 def chunk_shape(
@@ -20,7 +22,9 @@ def chunk_shape(
     A tensor that fits is one chunk. Otherwise extents are halved: first the leading axes of a
     tensor of three or more dimensions (they stack experts, which are held apart), then the longer
     of the last two, rows when equal. Halves of halves are what tensor-parallel shards are, in rows
-    and in columns, so that a shard is made of whole chunks.
+    and in columns, so that a shard is made of whole chunks. Chunks of a matrix that would still be
+    above 1 MiB are halved on until rows and columns are cut in eight: a rank then reads its shard
+    of up to eight, and nothing else.
     """
     extents = [max(1, n) for n in shape]
     limit = max(1, chunk_bytes // itemsize)
@@ -34,6 +38,13 @@ def chunk_shape(
     last = range(max(0, len(extents) - 2), len(extents))
     while math.prod(extents) > limit:
         halve(max(last, key=lambda dim: (extents[dim], -dim)))
+    if len(extents) > 1 and math.prod(extents[:-2]) == 1:
+        small = _SMALL // itemsize
+        while math.prod(extents) > small:
+            uncut = [dim for dim in last if extents[dim] > -(-shape[dim] // _SHARDS)]
+            if not uncut:
+                break
+            halve(max(uncut, key=lambda dim: (extents[dim], -dim)))
     return tuple(extents)
 
 

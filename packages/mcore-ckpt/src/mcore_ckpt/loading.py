@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from mcore_ckpt.dtypes import converts, stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.finding import open_for_all
 from mcore_ckpt.reading import Part, Reader, inside
+from mcore_ckpt.selection import Selection, renamed
 from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.targets import (
     LoadReport,
@@ -21,7 +22,6 @@ from mcore_ckpt.targets import (
     compare,
     describe_targets,
     enforce,
-    selected,
 )
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, Fragment, LayoutTensor
@@ -34,6 +34,8 @@ def load(
     *,
     strict: Strictness = "error",
     prefixes: Sequence[str] | None = None,
+    patterns: Sequence[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
     engine: Engine | None = None,
 ) -> LoadReport:
@@ -46,9 +48,16 @@ def load(
     tensors: this rank's local tensors by any local key. Values are converted to a tensor's dtype;
         between floating-point types only. Padding becomes zero.
     strict: what happens when the checkpoint lacks a tensor, has one that nobody wants, or has it in
-        another shape: "error", or "warn" and load the rest; what does not fit keeps its values.
+        another shape: "error"; or "warn" and load the rest, or load it and only "report" by what is
+        returned. What does not fit keeps its values.
     prefixes: take only tensors whose names start with one of these into account, such as
         `["model/"]` for weights without optimizer state. Others keep their values.
+    patterns: take tensors into account whose names match one of these, such as
+        `["model/layers.[0-3].*"]` (and those of `prefixes`, where both are given).
+    rename: rules that turn names of the checkpoint into those of `tensors`, such as
+        `[("model/encoder[.](.*)", "model/{1}")]`: a regular expression for a whole name, and what
+        takes its place, with `{1}` for its first group; the first that matches counts. Prefixes,
+        patterns and errors are of the new names.
     verify: compare every chunk that is read with its checksum.
     engine: in place of tensorstore.
 
@@ -58,8 +67,8 @@ def load(
         CheckpointError: on every rank: the checkpoint is damaged; names the tensor, the chunk and
             the file. Some tensors may have been filled by then.
     """
-    if strict not in ("error", "warn"):
-        raise ValueError(f"strict is {strict!r}; it is 'error' or 'warn'")
+    if strict not in ("error", "warn", "report"):
+        raise ValueError(f"strict is {strict!r}; it is 'error', 'warn' or 'report'")
     if engine is None:
         from mcore_ckpt.tensorstore_engine import TensorstoreEngine
 
@@ -67,8 +76,13 @@ def load(
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
     parent, name, manifest = open_for_all(path, group, what)
-    wanted = together(group, what, lambda: describe_targets(tensors, prefixes))
-    report = compare(manifest, wanted, prefixes)
+    stored = renamed(manifest.tensors, rename)
+    manifest = replace(
+        manifest, tensors={new: manifest.tensors[old] for new, old in stored.items()}
+    )
+    selection = Selection(prefixes=prefixes, patterns=patterns)
+    wanted = together(group, what, lambda: describe_targets(tensors, selection))
+    report = compare(manifest, wanted, selection)
     where = f"{parent}/{name}"
     enforce(report, where, strict)
     reader = Reader(
@@ -77,8 +91,9 @@ def load(
         manifest=manifest,
         engine=engine,
         verify=verify,
+        stored=stored,
     )
-    loading = _Loading(reader=reader, prefixes=prefixes)
+    loading = _Loading(reader=reader, selection=selection)
     together(group, what, lambda: loading.run(tensors))
     return report
 
@@ -94,7 +109,7 @@ class _Piece:
 @dataclass(frozen=True, kw_only=True)
 class _Loading:
     reader: Reader
-    prefixes: Sequence[str] | None
+    selection: Selection
 
     def run(self, tensors: Mapping[str, LayoutTensor]) -> None:
         """Read every chunk needed once and copy it to all places that want some of it."""
@@ -120,7 +135,7 @@ class _Loading:
         info = self.reader.manifest.tensors.get(fragment.name)
         return (
             info is not None
-            and selected(fragment.name, self.prefixes)
+            and fragment.name in self.selection
             and info.shape == fragment.global_shape
             and converts(stored_type(info.dtype).torch, tensor.dtype)
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -36,13 +36,18 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Reads the tensors of one checkpoint of a storage. verify: compare chunks with checksums."""
+    """Reads the tensors of one checkpoint of a storage.
+
+    verify: compare chunks with checksums. stored: what tensors are called in the storage that the
+    manifest has under other names.
+    """
 
     storage: Readable
     checkpoint: str
     manifest: Manifest
     engine: Engine
     verify: bool
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
         """Yield the parts in turn as CPU tensors of the real dtype, reading ahead.
@@ -60,7 +65,7 @@ class Reader:
 
     def _region(self, part: Part) -> Region:
         info = self.manifest.tensors[part.name]
-        array = f"{self.checkpoint}/{part.name}"
+        array = self._array(part)
         if not self.verify:
             return Region(array=array, info=info, box=part.box)
         start = info.grid.box(part.number).start
@@ -84,9 +89,12 @@ class Reader:
             while waiting:
                 yield first()
 
+    def _array(self, part: Part) -> str:
+        return f"{self.checkpoint}/{self.stored.get(part.name, part.name)}"
+
     def _damage(self, part: Part) -> CheckpointError:
         grid = self.manifest.tensors[part.name].grid
-        path = f"{self.checkpoint}/{part.name}/{grid.key(part.number)}"
+        path = f"{self._array(part)}/{grid.key(part.number)}"
         return CheckpointError(
             f"tensor {part.name} chunk {list(grid.coordinates(part.number))}: "
             f"{self.storage.location(path)} is damaged: its checksum is not the manifest's"

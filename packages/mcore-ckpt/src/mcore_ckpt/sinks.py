@@ -35,8 +35,10 @@ class CheckpointSink:
 
     Args:
         directory: of checkpoints, as for `save`.
-        tensors: what will be written, by names without `model/`.
+        tensors: what will be written, by names without `prefix`.
         step, state, files: as for `save`.
+        prefix: what stands before the names: "" for tensors of several kinds.
+        chunk_bytes: upper bound on the size of a chunk, as for `save`.
 
     Raises:
         ValueError: names or dtypes that the format does not have, or state that is not JSON.
@@ -50,6 +52,8 @@ class CheckpointSink:
         step: int = 0,
         state: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
+        prefix: str = MODEL,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         engine: Engine | None = None,
     ) -> None:
         if engine is None:
@@ -59,7 +63,10 @@ class CheckpointSink:
         self._engine = engine
         self._storage = LocalStorage(directory)
         self._announced = dict(tensors)
-        self._infos = {MODEL + name: _info(name, meta) for name, meta in sorted(tensors.items())}
+        self._prefix = prefix
+        self._infos = {
+            prefix + name: _info(name, meta, chunk_bytes) for name, meta in sorted(tensors.items())
+        }
         check_tensor_names(self._infos)
         self._step = step
         self._state = check_json(state or {})
@@ -81,7 +88,7 @@ class CheckpointSink:
             OSError: the disk refuses.
         """
         check_announced(self._announced, name, value)
-        stored = MODEL + name
+        stored = self._prefix + name
         if stored in self._checksums:
             raise ValueError(f"{name} is written twice")
         info = self._infos[stored]
@@ -139,12 +146,12 @@ class CheckpointSink:
         )
 
 
-def _info(name: str, meta: TensorMeta) -> TensorInfo:
+def _info(name: str, meta: TensorMeta, chunk_bytes: int) -> TensorInfo:
     try:
         dtype = stored_type(meta.dtype)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    cut = chunk_shape(meta.shape, dtype.itemsize, DEFAULT_CHUNK_BYTES)
+    cut = chunk_shape(meta.shape, dtype.itemsize, chunk_bytes)
     return TensorInfo(dtype=dtype.name, shape=meta.shape, chunk_shape=cut)
 
 

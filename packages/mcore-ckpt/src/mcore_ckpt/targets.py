@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_ckpt.dtypes import converts, stored_type
 from mcore_ckpt.manifest import Manifest
+from mcore_ckpt.selection import Selection
 from mcore_parallel.layout import LayoutTensor
 
-Strictness = Literal["error", "warn"]
+Strictness = Literal["error", "warn", "report"]
 _SHOWN = 8
 
 
@@ -39,13 +40,8 @@ class LoadReport:
         return "; ".join(parts)
 
 
-def selected(name: str, prefixes: Sequence[str] | None) -> bool:
-    """Return whether a tensor takes part in a load restricted to some prefixes of names."""
-    return prefixes is None or name.startswith(tuple(prefixes))
-
-
 def describe_targets(
-    tensors: Mapping[str, LayoutTensor], prefixes: Sequence[str] | None
+    tensors: Mapping[str, LayoutTensor], selection: Selection
 ) -> dict[str, list[Any]]:
     """Return the wanted global tensors as JSON: name → global shape and dtype.
 
@@ -61,7 +57,7 @@ def describe_targets(
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
         for f in value.layout.fragments:
-            if not selected(f.name, prefixes):
+            if f.name not in selection:
                 continue
             known = wanted.setdefault(f.name, [list(f.global_shape), dtype])
             if known[0] != list(f.global_shape):
@@ -72,7 +68,7 @@ def describe_targets(
 
 
 def compare(
-    manifest: Manifest, wanted: Iterable[Mapping[str, list[Any]]], prefixes: Sequence[str] | None
+    manifest: Manifest, wanted: Iterable[Mapping[str, list[Any]]], selection: Selection
 ) -> LoadReport:
     """Return what does not fit between a checkpoint and what all ranks want.
 
@@ -92,11 +88,7 @@ def compare(
                 mismatched.add(f"{name} (checkpoint {list(info.shape)}, here {shape})")
             elif not converts(stored_type(info.dtype).torch, stored_type(dtype).torch):
                 mismatched.add(f"{name} (checkpoint {info.dtype}, here {dtype})")
-    have = {
-        name
-        for name, info in manifest.tensors.items()
-        if selected(name, prefixes) and info.num_bytes
-    }
+    have = {name for name, info in manifest.tensors.items() if name in selection and info.num_bytes}
     return LoadReport(
         step=manifest.step,
         missing=tuple(sorted(missing)),
@@ -106,8 +98,8 @@ def compare(
 
 
 def enforce(report: LoadReport, where: str, strict: Strictness) -> None:
-    """Raise ValueError, or warn, when something does not fit."""
-    if not str(report):
+    """Raise ValueError, warn, or let it be when something does not fit."""
+    if strict == "report" or not str(report):
         return
     message = f"{where} does not fit: {report}"
     if strict == "error":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -113,7 +113,7 @@ def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
             for place in (copy.source, copy.target)
         )
         box = Box(tuple(start), (*shape[:dim], size, *shape[dim + 1 :]))
-        yield from cut(replace(copy, box=box, source=source, target=target), max_elements)
+        yield from cut(Copy(copy.name, box, source, target), max_elements)
 
 
 def _wire(source: torch.dtype, target: torch.dtype) -> torch.dtype:

@@ -13,13 +13,13 @@ from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.local.finding import FoundLocal
 from mcore_ckpt.manifest import Manifest, TensorInfo
 from mcore_ckpt.planning import layouts_of, tensor_table
+from mcore_ckpt.selection import Selection
 from mcore_ckpt.targets import (
     LoadReport,
     Strictness,
     compare,
     describe_targets,
     enforce,
-    selected,
 )
 from mcore_parallel.group import Group
 from mcore_parallel.layout import (
@@ -54,9 +54,9 @@ def load_local(
     """
     group = (group or Group.single()).cpu
     what = f"loading step {found.step} from {found.path} failed"
-    wanted = together(group, what, lambda: describe_targets(tensors, prefixes))
+    wanted = together(group, what, lambda: describe_targets(tensors, Selection(prefixes=prefixes)))
     table = tensor_table(found.descriptions, DEFAULT_CHUNK_BYTES)
-    report = compare(Manifest(step=found.step, tensors=table), wanted, prefixes)
+    report = compare(Manifest(step=found.step, tensors=table), wanted, Selection(prefixes=prefixes))
     enforce(report, str(found.path), strict)
     sources: dict[str, torch.Tensor] = {}
 
@@ -88,7 +88,7 @@ def _fitting(
         info = table.get(fragment.name)
         return (
             info is not None
-            and selected(fragment.name, prefixes)
+            and fragment.name in Selection(prefixes=prefixes)
             and info.shape == fragment.global_shape
             and converts(stored_type(info.dtype).torch, value.tensor.dtype)
         )

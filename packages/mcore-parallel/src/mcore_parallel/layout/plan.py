@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_parallel.layout.box import Box, dot
@@ -26,8 +25,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One box of the global tensor `name`, from one place to another."""
 
     name: str
