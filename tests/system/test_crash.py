@@ -16,13 +16,18 @@ from mcore_train.pretrain import run_rank
 KILLS = 100 if os.environ.get("NIGHTLY") else 10
 
 
-def toy_tree(folder: Path, steps: int) -> dict[str, Any]:
+def toy_tree(folder: Path, steps: int, *, asynchronous: bool = False) -> dict[str, Any]:
     config = config_from_tree(
         {
             "steps": steps,
             "model": {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4},
             "data": {"mock": True, "seq_length": 8},
-            "checkpoint": {"directory": str(folder), "interval": 1, "keep_last": 2},
+            "checkpoint": {
+                "directory": str(folder),
+                "interval": 1,
+                "keep_last": 2,
+                "asynchronous": asynchronous,
+            },
             # A fixed decay: runs of different length share one schedule.
             "schedule": {"decay_steps": 50},
             "log": {"progress": False},
@@ -48,12 +53,12 @@ def newest(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(40 * KILLS)
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """Kill -9 while every step saves; each restart goes on from the newest commit."""
+    """Kill -9 while every step saves, in the background every other time; each restart goes on."""
     rng = random.Random(7)
     crashed = tmp_path / "crashed"
     seen = -1
-    for _ in range(KILLS):
-        process = start(toy_tree(crashed, steps=100_000))
+    for kill in range(KILLS):
+        process = start(toy_tree(crashed, steps=100_000, asynchronous=kill % 2 == 1))
         deadline = time.monotonic() + 120
         while newest(crashed) <= seen:
             assert time.monotonic() < deadline

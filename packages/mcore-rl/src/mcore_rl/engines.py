@@ -17,7 +17,7 @@ from mcore_rl.log_probs import LogProbs
 from mcore_rl.rollout import Rollout, play_together
 from mcore_train import Session
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RolloutEngines:

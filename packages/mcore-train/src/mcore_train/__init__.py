@@ -1,8 +1,8 @@
 """The training loop, optimizers, recipes, parity and the quickstart."""
 
+from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.config import (
     BatchConfig,
-    CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     LogConfig,

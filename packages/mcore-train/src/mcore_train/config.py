@@ -18,8 +18,11 @@ from mcore_kernels import KernelConfig
 from mcore_models import ModelConfig
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, check_sequence
+from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.checks import require as _require
+from mcore_train.optim.scaler import LossScaleConfig
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda"]
 OptimizerKind = Literal["adamw", "sgd"]
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
@@ -27,11 +30,6 @@ LastBatch = Literal["join", "drop", "pad"]
 
 _DISPATCHER: Final = ParallelConfig().dispatcher
 _ADDRESS: Final = re.compile(r"([a-z][a-z0-9+.-]+):/")  # a path has lost the second stroke
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,41 +241,6 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When to save, what to keep, what to start from.
-
-    `resume` continues from the newest committed checkpoint of `directory` when there is one.
-    `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
-    has none; without `resume` the directory must hold none. `reset_step` starts at step 0 with the
-    loaded weights and moments, and takes the schedule and data of this config; `weights_only` takes
-    the weights alone. With it `load` may also be a Hugging Face folder, whose architecture
-    `model: {hf: FOLDER}` takes over.
-    """
-
-    directory: Path | None = None
-    interval: int | None = None
-    keep_last: int | None = None
-    resume: bool = True
-    load: Path | None = None
-    reset_step: bool = False
-    weights_only: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("interval", "keep_last"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
-            _require(
-                value is None or self.directory is not None,
-                f"{name}={value} needs checkpoint.directory",
-            )
-        for name in ("reset_step", "weights_only"):
-            _require(
-                not getattr(self, name) or self.load is not None,
-                f"{name} is about checkpoint.load, which is not set",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Validation over `windows` fixed samples.
 
@@ -311,6 +274,9 @@ class LogConfig:
 class TrainConfig:
     """One training run.
 
+    `precision` is that of weights and activations in forward and backward passes; masters and
+    moments are fp32. `loss_scale` is for fp16.
+
     Raises:
         ValueError: one line with the place, the numbers and the nearest valid values.
     """
@@ -330,6 +296,7 @@ class TrainConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     precision: Precision = "fp32"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     device: Device = "auto"
 
     def __post_init__(self) -> None:

@@ -24,9 +24,10 @@ from mcore_parallel import (
 )
 from mcore_train.config import TrainConfig, WorldPlan
 from mcore_train.data import ReplicaData
-from mcore_train.optim import build_rule
+from mcore_train.optim import LossScaler, build_rule
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What models compute in, by the name of the precision."""
 
 
 class DataSource(Protocol):
@@ -79,7 +80,7 @@ class Session:
     """Model, gradients, optimizer, random streams, data and pipeline channel of one rank.
 
     The model holds this rank's part under `mesh`; the same config gives the same global weights
-    under every mesh.
+    under every mesh. `scaler` scales the loss in fp16, and is None in other precisions.
     """
 
     config: TrainConfig
@@ -91,6 +92,7 @@ class Session:
     rng: RngStreams
     data: DataSource
     channel: Channel
+    scaler: LossScaler | None = None
 
     def close(self) -> None:
         """Finish what is under way and release the communicators; all ranks call it together."""
@@ -116,7 +118,7 @@ def build_session(
         config.model,
         mesh,
         kernels=config.kernels,
-        dtype=_DTYPES[config.precision],
+        dtype=DTYPES[config.precision],
         device="meta",  # `data_parallel` gives memory to what this rank keeps of it
         key=RngKey(config.seed),
         recompute=config.recompute,
@@ -145,6 +147,7 @@ def build_session(
         rng=RngStreams(seed=config.seed),
         data=data,
         channel=Channel(mesh.pp, device=mesh.device),
+        scaler=LossScaler(config.loss_scale) if config.precision == "fp16" else None,
     )
 
 

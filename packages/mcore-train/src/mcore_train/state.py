@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_ckpt.local import FoundLocal, find_local, load_local
 from mcore_models.part_configs import TRAINING_FIELDS
 from mcore_parallel import Group
-from mcore_train.config import CheckpointConfig, TrainConfig
+from mcore_parallel.layout import LayoutTensor
+from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.config import TrainConfig
 from mcore_train.from_hf import find_hf, is_hf, load_hf_weights
 from mcore_train.load import config_to_tree
 from mcore_train.session import Session
@@ -31,34 +34,34 @@ class Progress:
     consumed: int = 0
 
 
-def save_state(
-    session: Session,
-    progress: Progress,
-    callbacks: Mapping[str, Any],
-    directory: Path,
-    *,
-    keep_last: int | None,
-) -> Path:
-    """Save weights, optimizer, progress, random streams and callback states; return the path.
+@dataclass(frozen=True, kw_only=True)
+class WhatToSave:
+    """All there is of a run at one step, on one rank: arguments of `mcore_ckpt.save`.
 
-    All ranks call it; it returns when the checkpoint is durable.
+    The tensors are those that training goes on with, no copies.
     """
-    state = {
-        "config": config_to_tree(session.config),
-        "step": progress.step,
-        "data": session.data.state_dict(progress.consumed),
-        "optimizer": session.optimizer.state_dict(),
-        "rng": session.rng.state_dict(),
-        "callbacks": dict(callbacks),
-    }
-    return mcore_ckpt.save(
-        directory,
+
+    step: int
+    tensors: Mapping[str, LayoutTensor]
+    state: Mapping[str, Any]
+    files: Mapping[str, Path | bytes]
+
+
+def what_to_save(session: Session, progress: Progress, callbacks: Mapping[str, Any]) -> WhatToSave:
+    """Return weights, optimizer, progress, random streams and callback states of this moment."""
+    return WhatToSave(
         step=progress.step,
         tensors=session.optimizer.state_tensors(),
-        state=state,
-        group=session.mesh.world,
+        state={
+            "config": config_to_tree(session.config),
+            "step": progress.step,
+            "data": session.data.state_dict(progress.consumed),
+            "optimizer": session.optimizer.state_dict(),
+            "scaler": None if session.scaler is None else session.scaler.state_dict(),
+            "rng": session.rng.state_dict(),
+            "callbacks": dict(callbacks),
+        },
         files=session.data.files(),
-        keep_last=keep_last,
     )
 
 
@@ -72,7 +75,7 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
             without `weights_only`; or `directory` holds another run's that is not to be resumed.
     """
     if config.directory is not None:
-        newest = mcore_ckpt.find(config.directory, group)
+        newest = mcore_ckpt.find(config.directory, group, scan=config.scan)
         if newest is not None and config.resume:
             return newest, True
         if newest is not None:
@@ -90,13 +93,29 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
                 f"alone: set checkpoint.weights_only"
             )
         return folder, False
-    found = mcore_ckpt.find(config.load, group)
+    found = mcore_ckpt.find(config.load, group, scan=config.scan)
     if found is None:
         raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there")
     return found, False
 
 
-def check_same_model(config: TrainConfig, found: mcore_ckpt.Found, *, weights_only: bool) -> None:
+def find_local_start(
+    config: CheckpointConfig, start: tuple[mcore_ckpt.Found, bool] | None, group: Group
+) -> FoundLocal | None:
+    """Return the local save to go on from: one of this run, newer than its checkpoint `start`."""
+    if config.local is None or not config.resume:
+        return None
+    found = find_local(config.local, group)
+    if found is None or found.state["config"]["checkpoint"]["directory"] != str(config.directory):
+        return None
+    if start is not None and start[1] and start[0].step >= found.step:
+        return None
+    return found
+
+
+def check_same_model(
+    config: TrainConfig, found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool
+) -> None:
     """Check that the architecture (and the optimizer) are those the checkpoint was trained with.
 
     Shapes alone do not tell: another number of heads, say, fits the same tensors.
@@ -130,7 +149,7 @@ def _pairs(
 
 def load_state(
     session: Session,
-    found: mcore_ckpt.Found,
+    found: mcore_ckpt.Found | FoundLocal,
     *,
     weights_only: bool = False,
     reset_step: bool = False,
@@ -144,19 +163,23 @@ def load_state(
         ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
             run cannot go on with these data.
     """
-    if is_hf(found):
+    if isinstance(found, mcore_ckpt.Found) and is_hf(found):
         load_hf_weights(session, found, FREE)
         return Progress(), {}
     check_same_model(session.config, found, weights_only=weights_only)
     tensors = session.optimizer.state_tensors()
-    mcore_ckpt.load(
-        found.path, tensors, session.mesh.world, prefixes=WEIGHTS if weights_only else None
-    )
+    prefixes = WEIGHTS if weights_only else None
+    if isinstance(found, FoundLocal):
+        load_local(found, tensors, session.mesh.world, prefixes=prefixes)
+    else:
+        mcore_ckpt.load(found.path, tensors, session.mesh.world, prefixes=prefixes)
     session.optimizer.load_finished()
     if weights_only:
         return Progress(), {}
     state = found.state
     session.optimizer.load_state_dict(state["optimizer"])
+    if session.scaler is not None and state.get("scaler") is not None:
+        session.scaler.load_state_dict(state["scaler"])
     if reset_step:
         return Progress(), {}
     session.rng.load_state_dict(state["rng"])

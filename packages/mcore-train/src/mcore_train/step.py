@@ -32,7 +32,8 @@ class StepMetrics:
 
     It has what `TrainConfig.loss` adds in it.
 
-    `grad_norm` is the global L2 norm before clipping, `stop` whether any rank asked to end, `extra`
+    `grad_norm` is the global L2 norm before clipping (in fp16 not finite where the step changed the
+    scale of the loss instead of the weights), `stop` whether any rank asked to end, `extra`
     further numbers for the logs, by name: first of all the auxiliary losses of the layers, which
     were part of the gradient and are not in `loss`; then how uneven the loads of experts were.
     """
@@ -102,6 +103,20 @@ class Accumulated:
         return values
 
 
+class _ScaledLosses(AuxiliaryLosses):
+    """Auxiliary losses whose gradients are scaled as that of the loss is; the values are not."""
+
+    def __init__(self, counts: GlobalCounts, names: Sequence[str], scale: float) -> None:
+        super().__init__(counts, names)
+        self._scale = scale
+
+    def attach(
+        self, hidden: Tensor, name: str, share: Tensor, value: Tensor | None = None
+    ) -> Tensor:
+        """Return `hidden`, in whose backward pass the share gets the scale as its gradient."""
+        return super().attach(hidden, name, share * self._scale, share if value is None else value)
+
+
 class Step:
     """Runs the pipeline schedule over micro-batches, then clips and updates.
 
@@ -125,16 +140,25 @@ class Step:
             self.schedules[micro_batches] = pipeline_schedule(self.session.mesh, micro_batches)
         return self.schedules[micro_batches]
 
+    @property
+    def scale(self) -> float:
+        """By what the loss, and so every gradient, is multiplied."""
+        return 1.0 if self.session.scaler is None else self.session.scaler.scale
+
     def accumulate(self, batches: list[TokenBatch], rng: RngKey) -> Accumulated:
-        """Leave the gradient of the whole global batch in the buckets."""
+        """Leave the gradient of the whole global batch, times `scale`, in the buckets."""
         session = self.session
         model, mesh = session.model.train(), session.mesh
         tokens = count_tokens(batches, mesh)
         counts = GlobalCounts(tokens=tokens)
         auxiliary = model.auxiliary_losses(counts)
+        scale = self.scale
+        if scale != 1.0:
+            auxiliary = _ScaledLosses(counts, auxiliary.names, scale)
 
         def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-            return self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
+            share = self.loss(model, batch, hidden, counts=counts, rng=rng, auxiliary=auxiliary)
+            return share if scale == 1.0 else share * scale
 
         schedule = self.schedule(len(batches))
         session.buckets.zero()
@@ -150,7 +174,7 @@ class Step:
         session.buckets.finish()
         self.loads = expert_loads(model, auxiliary, mesh)
         return Accumulated(
-            loss=loss_share(outputs, mesh),
+            loss=loss_share(outputs, mesh) / scale,
             tokens=tokens,
             auxiliary=auxiliary.shares(),
             loads=self.loads,
@@ -167,13 +191,17 @@ class Step:
     def update(self, lr: float) -> float:
         """Clip and update from the accumulated gradient; return its norm before clipping.
 
-        Nothing is updated when the norm is not finite.
+        Nothing is updated when the norm is not finite, but the scale of the loss in fp16.
         """
         optimizer, clip = self.session.optimizer, self.session.config.optimizer.clip_norm
-        norm = optimizer.grad_norm()
+        scale = self.scale
+        norm = optimizer.grad_norm() / scale
         if math.isfinite(norm):
-            optimizer.step(lr, grad_scale=1.0 if clip is None else clip_factor(norm, clip))
+            factor = 1.0 if clip is None else clip_factor(norm, clip)
+            optimizer.step(lr, grad_scale=factor / scale)
             adapt_routers(self.session.model, self.loads)
+        if self.session.scaler is not None:
+            self.session.scaler.update(finite=math.isfinite(norm))
         return norm
 
     def __call__(
@@ -183,16 +211,19 @@ class Step:
 
         Raises:
             FloatingPointError: loss or gradient is not finite; names the first such gradient. No
-                parameter has been changed.
+                parameter has been changed. In fp16 a gradient may be so now and then: the step
+                then only lowers the scale of the loss, until that cannot be lower.
         """
-        mesh = self.session.mesh
+        mesh, scaler = self.session.mesh, self.session.scaler
         shares = self.accumulate(batches, rng)
         imbalance = shares.loads.imbalance(mesh, self.session.config.model.layers_with("E"))
         loss, *extra, stops = shares.totals(mesh, *imbalance.values(), float(stop))
         if not math.isfinite(loss):
             raise FloatingPointError(self._not_finite(loss, self.session.optimizer.grad_norm()))
+        can_be_lower = scaler is not None and not scaler.is_least
+        scaling = {} if scaler is None else {"loss_scale": scaler.scale}
         norm = self.update(lr)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and not can_be_lower:
             raise FloatingPointError(self._not_finite(loss, norm))
         return StepMetrics(
             loss=loss,
@@ -200,7 +231,7 @@ class Step:
             grad_norm=norm,
             lr=lr,
             stop=stops > 0,
-            extra=dict(zip((*shares.auxiliary, *imbalance), extra, strict=True)),
+            extra=dict(zip((*shares.auxiliary, *imbalance), extra, strict=True)) | scaling,
         )
 
     def _not_finite(self, loss: float, norm: float) -> str:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import mcore_ckpt
+from mcore_ckpt import CheckpointError
 from mcore_train.callbacks import Callback
 from mcore_train.config import TrainConfig
 from mcore_train.schedules import learning_rate
 from mcore_train.session import Session
-from mcore_train.state import Progress, find_start, load_state, save_state
+from mcore_train.state import (
+    Progress,
+    WhatToSave,
+    find_local_start,
+    find_start,
+    load_state,
+    what_to_save,
+)
 from mcore_train.step import Step, TrainStep, evaluate
 
 
@@ -18,7 +29,8 @@ class Trainer:
     """Runs a session from the step it stands at to the last one, each by calling `step`.
 
     `progress` counts finished steps and consumed samples and is part of a checkpoint; `resumed`
-    says whether the run continues an earlier one, `checkpoint` is its newest. A callback may set
+    says whether the run continues an earlier one (`resumed_locally`: from what the machines kept),
+    `checkpoint` is its newest. A callback may set
     `stop_requested`: all ranks then stop after the step in flight, and `run` returns normally.
     """
 
@@ -34,6 +46,7 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         self.progress = Progress()
         self.resumed = False
+        self.resumed_locally = False
         self.checkpoint: Path | None = None
         self.stop_requested = False
         self.train_step: TrainStep = step or Step(session)
@@ -83,28 +96,58 @@ class Trainer:
         """Return the validation loss: mean over all valid tokens of the windows of a set."""
         return evaluate(self.session, name)
 
-    def save(self, directory: Path, *, keep_last: int | None = None) -> Path:
-        """Save the whole state below `directory`; returns when it is durable."""
+    def what_to_save(self) -> WhatToSave:
+        """Return the whole state of this rank as it is now; the tensors are no copies."""
         states = {c.name: c.state_dict() for c in self.callbacks if c.name}
-        path = save_state(self.session, self.progress, states, directory, keep_last=keep_last)
+        return what_to_save(self.session, self.progress, states)
+
+    def save(
+        self, directory: Path, *, keep_last: int | None = None, keep_every: int | None = None
+    ) -> Path:
+        """Save the whole state below `directory`; returns when it is durable."""
+        what = self.what_to_save()
+        path = mcore_ckpt.save(
+            directory,
+            step=what.step,
+            tensors=what.tensors,
+            state=what.state,
+            files=what.files,
+            group=self.session.mesh.world,
+            keep_last=keep_last,
+            keep_every=keep_every,
+        )
         self.checkpoint = path
         return path
 
     def load(self) -> None:
         """Start from the checkpoint that the config names, if there is one."""
         config = self.config.checkpoint
-        start = find_start(config, self.session.mesh.world)
-        if start is None:
+        world = self.session.mesh.world
+        start = find_start(config, world)
+        found, same_run = (None, False) if start is None else start
+        self.checkpoint = found.path if found is not None and same_run else None
+        local = find_local_start(config, start, world)
+        if local is not None:
+            try:
+                self._take(*load_state(self.session, local))
+                self.resumed = self.resumed_locally = True
+                return
+            except CheckpointError as error:
+                text = " ".join(str(error).split())
+                warnings.warn(
+                    f"the local save is passed over: {text}", RuntimeWarning, stacklevel=2
+                )
+        if found is None:
             return
-        found, same_run = start
-        self.progress, states = load_state(
-            self.session,
-            found,
-            weights_only=config.weights_only and not same_run,
-            reset_step=config.reset_step and not same_run,
+        weights_only = config.weights_only and not same_run
+        reset_step = config.reset_step and not same_run
+        self._take(
+            *load_state(self.session, found, weights_only=weights_only, reset_step=reset_step)
         )
         self.resumed = same_run
-        self.checkpoint = found.path if same_run else None
+
+    def _take(self, progress: Progress, states: Mapping[str, Any]) -> None:
+        self.progress = progress
         for callback in self.callbacks:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])

@@ -25,10 +25,8 @@ from mcore_train.bench.split import TimeSplit, split_step
 from mcore_train.config import TrainConfig
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.pretrain import check_run, resolve_device
-from mcore_train.session import Session, build_session
+from mcore_train.session import DTYPES, Session, build_session
 from mcore_train.step import Step
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,7 @@ def bench_rank(tree: Mapping[str, Any], options: BenchOptions) -> BenchReport:
     mesh = ParallelMesh.create(config.parallel, device=place.device)
     assert mesh is not None
     try:
-        limits = measure_limits(mesh.device, _DTYPES[config.precision])
+        limits = measure_limits(mesh.device, DTYPES[config.precision])
         session = build_session(config, mesh)
         report = _measure(session, options, limits)
         session.close()

@@ -34,8 +34,20 @@ class Callback:
         In a run that is about something else than a loss it is that: a mean reward, say.
         """
 
+    def on_save_requested(self, trainer: Trainer, step: int) -> None:
+        """Called when the state of `step` is going to be saved."""
+
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
-        """Called when the checkpoint of `step` is complete and committed."""
+        """Called when the checkpoint of `step` is complete and committed.
+
+        When it is written in the background, `trainer.step` has gone on by then.
+        """
+
+    def on_local_save(self, trainer: Trainer, step: int) -> None:
+        """Called when the state of `step` is on the disks of all machines, copies included."""
+
+    def on_save_failed(self, trainer: Trainer, step: int, error: str) -> None:
+        """Called when the checkpoint of `step` could not be written, and training goes on."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Called once after the last step, also when a signal ended the run early."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -25,8 +26,10 @@ class MetricsLog(Callback):
     """Append one JSON object per event to `directory/metrics.jsonl` (rank 0 only).
 
     Training rows have `step loss lr grad_norm tokens tokens_per_second` and what `extra` numbers
-    the step gave, validation rows `step validation_loss`, checkpoint rows `step saved`. Losses are
-    the values used: the mean over all valid tokens of the global batch. After a resume, rows of
+    the step gave, validation rows `step validation_loss`. Checkpoint rows are `step save_requested`
+    when that is due, and `step saved` or `step saved_locally` once it is durable (or `step
+    save_failed`): `step` is the one that is saved, also when others have been run meanwhile. Losses
+    are the values used: the mean over all valid tokens of the global batch. After a resume, rows of
     steps that will be run again are dropped first, so the file reads like an uninterrupted run.
 
     `measure` is what evaluations give, in place of losses: it ends the names of their values.
@@ -85,7 +88,7 @@ class MetricsLog(Callback):
             step=step,
             loss=metrics.loss,
             lr=metrics.lr,
-            grad_norm=metrics.grad_norm,
+            grad_norm=metrics.grad_norm if math.isfinite(metrics.grad_norm) else None,
             tokens=metrics.tokens,
             tokens_per_second=round(rate, 1),
             **metrics.extra,
@@ -97,6 +100,22 @@ class MetricsLog(Callback):
         label = f"{name}_{self.measure}"
         if self.active and (trainer.step, label) not in self.evaluated:
             self._write(step=trainer.step, **{label: loss})
+
+    def on_save_requested(self, trainer: Trainer, step: int) -> None:
+        """Log that a checkpoint is due."""
+        if self.active:
+            self._write(step=step, save_requested=True)
+
+    def on_local_save(self, trainer: Trainer, step: int) -> None:
+        """Log that a local checkpoint is complete; its time is not that of training."""
+        self.clock += self._since_step()
+        if self.active:
+            self._write(step=step, saved_locally=True)
+
+    def on_save_failed(self, trainer: Trainer, step: int, error: str) -> None:
+        """Log that a checkpoint could not be written."""
+        if self.active:
+            self._write(step=step, save_failed=error)
 
     def on_save(self, trainer: Trainer, step: int, path: str) -> None:
         """Log that a checkpoint is complete; its time is not that of training."""

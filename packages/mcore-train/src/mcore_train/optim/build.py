@@ -1,8 +1,14 @@
 """The update rule that a config names."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from mcore_parallel import SGD, UpdateRule
-from mcore_train.config import OptimizerConfig
 from mcore_train.optim.adamw import AdamW
+
+if TYPE_CHECKING:
+    from mcore_train.config import OptimizerConfig
 
 
 def build_rule(config: OptimizerConfig) -> UpdateRule:

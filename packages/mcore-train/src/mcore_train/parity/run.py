@@ -23,7 +23,8 @@ from mcore_parallel import (
     launch_local,
 )
 from mcore_parallel.layout import gather_all
-from mcore_train.config import CheckpointConfig, LogConfig, TrainConfig
+from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.config import LogConfig, TrainConfig
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.parity.metric import Record, Report, compare
 from mcore_train.pretrain import check_run

@@ -12,7 +12,8 @@ from typing import Any
 
 from mcore_models import count_parameters
 from mcore_parallel import ParallelConfig
-from mcore_train.config import CheckpointConfig, LogConfig, TrainConfig
+from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.config import LogConfig, TrainConfig
 from mcore_train.load import config_to_tree, load_config
 from mcore_train.plot import plot_losses
 from mcore_train.pretrain import RunSummary, check_run, pretrain, pretrain_apart
