@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeAlias
 
 from mcore_ckpt.manifest import Manifest
 from mcore_ckpt.names import FILES
@@ -46,29 +47,28 @@ def scan_part(
         return [problem for problem in pool.map(lambda check: check(), mine) if problem]
 
 
-Check = Callable[[], Problem | None]
+Check: TypeAlias = Callable[[], Problem | None]
 
 
 def _full(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
     for path in manifest.documents:
-        yield lambda path=path: check_document(storage, name, manifest, path)
+        yield partial(check_document, storage, name, manifest, path)
     for file in manifest.files:
-        yield lambda file=file: check_file(storage, name, manifest, file)
+        yield partial(check_file, storage, name, manifest, file)
     for tensor, info in manifest.tensors.items():
         for number in range(info.grid.num_chunks):
-            yield lambda t=tensor, i=info, n=number: check_chunk(storage, name, t, i, n)
+            yield partial(check_chunk, storage, name, tensor, info, number)
 
 
 def _quick(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
     root = storage.location(name)
     for path in manifest.documents:
-        yield lambda path=path: _present(root, path, None)
+        yield partial(_present, root, path, None)
     for file, held in manifest.files.items():
-        yield lambda path=f"{FILES}/{file}", n=held.num_bytes: _present(root, path, n)
+        yield partial(_present, root, f"{FILES}/{file}", held.num_bytes)
     for tensor, info in manifest.tensors.items():
         for number in range(info.grid.num_chunks):
-            path = f"{tensor}/{info.grid.key(number)}"
-            yield lambda path=path, n=info.chunk_bytes: _present(root, path, n)
+            yield partial(_present, root, f"{tensor}/{info.grid.key(number)}", info.chunk_bytes)
 
 
 def _present(root: str, path: str, num_bytes: int | None) -> Problem | None:

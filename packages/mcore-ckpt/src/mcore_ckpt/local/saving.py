@@ -17,7 +17,6 @@ from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.local.share import PART, ShareName, publish, write_share
-from mcore_ckpt.manifest import check_json
 from mcore_ckpt.planning import describe
 from mcore_ckpt.request import check_same, make_request
 from mcore_parallel.collectives import all_to_all
@@ -60,7 +59,7 @@ def save_local(
     folder = Path(directory).absolute()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {folder} failed, nothing was saved there"
-    state = {} if state is None else state
+    state = dict(state or {})
 
     def ask() -> dict[str, Any]:
         if copies < 0:
@@ -84,7 +83,7 @@ def save_local(
 
     def write() -> int:
         folder.mkdir(parents=True, exist_ok=True)
-        path = write_share(folder, name, tensors, describe(tensors), check_json(state))
+        path = write_share(folder, name, tensors, describe(tensors), state)
         return path.stat().st_size
 
     try:
@@ -191,8 +190,8 @@ class _Copying:
             taken[rank] = count
         sent = torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0).byte()
         received = all_to_all(sent, self.group, taken, given)
-        parts = received.split(taken)
-        return {rank: memoryview(parts[rank].numpy()) for rank in counts}
+        parts = torch.split(received, taken)
+        return {rank: parts[rank].numpy().data for rank in counts}
 
     def _of(self, rank: int) -> ShareName:
         return replace(self.name, rank=rank)

@@ -83,7 +83,7 @@ class Share:
         found = {}
         for key, entry in self.tensors.items():
             data = mapped[entry["offset"] : entry["offset"] + entry["bytes"]]
-            if zlib.crc32(data) != entry["crc32"]:
+            if zlib.crc32(data.data) != entry["crc32"]:
                 raise CheckpointError(f"{self.path}: {key} is damaged: its checksum is another")
             kind = stored_type(entry["dtype"])
             array = data.view(np.dtype(kind.zarr)).reshape(entry["shape"])
