@@ -3,11 +3,10 @@ import inspect
 import mcore_models
 
 PUBLIC = """
-AttentionConfig AuxiliaryLosses GPT BuildContext Builder DeltaNetConfig GlobalCounts KVCache
-MambaConfig MoEConfig
-ModelConfig ParameterCount RopeConfig TokenBatch TokenContext build_model check_layout
-count_parameters flops_of_documents flops_per_token flops_utilization gpt2 llama model_shape preset
-preset_names
+AttentionConfig AuxiliaryLosses BuildContext Builder DeltaNetConfig GPT GlobalCounts KVCache
+MambaConfig MoEConfig ModelConfig ParameterCount Replacement RopeConfig TokenBatch TokenContext
+build_model check_layout count_parameters flops_of_documents flops_per_token flops_utilization
+freeze gpt2 llama model_shape preset preset_names
 """
 
 
@@ -29,4 +28,5 @@ def test_signature_of_build_model_changes_only_on_purpose() -> None:
         "key",
         "stage_layers",
         "recompute",
+        "replacements",
     ]

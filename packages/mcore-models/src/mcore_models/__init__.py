@@ -9,6 +9,7 @@ from mcore_models.accounting import (
     model_shape,
 )
 from mcore_models.build import build_model, check_layout
+from mcore_models.changes import Replacement, freeze
 from mcore_models.common import (
     AuxiliaryLosses,
     BuildContext,
@@ -36,6 +37,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "ParameterCount",
+    "Replacement",
     "RopeConfig",
     "TokenBatch",
     "TokenContext",
@@ -45,6 +47,7 @@ __all__ = [
     "flops_of_documents",
     "flops_per_token",
     "flops_utilization",
+    "freeze",
     "gpt2",
     "llama",
     "model_shape",

@@ -9,6 +9,7 @@ from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
+from mcore_models.changes import Replacement, replace_modules
 from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.common.recompute import RecomputeConfig
@@ -38,6 +39,7 @@ def build_model(
     key: RngKey | None = DEFAULT_KEY,
     stage_layers: Sequence[int] | None = None,
     recompute: RecomputeConfig | None = None,
+    replacements: Mapping[str, Replacement] | None = None,
 ) -> GPT:
     """This rank's part of the model, ready to use: the same weights under every layout.
 
@@ -52,13 +54,16 @@ def build_model(
         stage_layers: global indices of the layers held here, as one chunk; default the mesh's
             division.
         recompute: what the backward pass computes again; default nothing.
+        replacements: makers of other linear layers and norms, by patterns of their names (see
+            `Replacement`).
 
     Ranks of a mesh with processes call it together: they compare what they build over
     `mesh.world`.
 
     Raises:
         ValueError: the layout cannot carry the architecture, a pattern letter that nobody builds,
-            an operator that cannot run, or ranks that were asked for different models.
+            an operator that cannot run, a replacement for nothing, or ranks that were asked for
+            different models.
     """
     mesh = ParallelMesh.single() if mesh is None else mesh
     device = mesh.device if device is None else torch.device(device)
@@ -81,6 +86,8 @@ def build_model(
         recompute=recompute,
     )
     model = GPT(config, build, chunks)
+    if replacements:
+        replace_modules(model, replacements, build)
     if device.type == "meta":
         return model.to(device)
     _place(model, device, dtype, key)
@@ -233,7 +240,8 @@ def _place(model: GPT, device: torch.device, dtype: torch.dtype, key: RngKey | N
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in placed:
-                placed[id(parameter)] = _placed(parameter, device, dtype)
+                kept = name in getattr(module, "fp32_params", ())
+                placed[id(parameter)] = _placed(parameter, device, None if kept else dtype)
                 if parameter.is_meta:
                     empty.add(id(placed[id(parameter)]))
             setattr(module, name, placed[id(parameter)])
@@ -250,7 +258,9 @@ def _place(model: GPT, device: torch.device, dtype: torch.dtype, key: RngKey | N
         initialise(parameters, {name: specs[name] for name in parameters}, key)
 
 
-def _placed(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+def _placed(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
     if parameter.is_meta:
         data = torch.zeros_like(parameter, device=device)
     else:

@@ -67,13 +67,15 @@ class ParamSpec:
 
     `layout` counts replicas over the model-parallel axes only; whoever shards or replicates over
     data parallelism adds that axis. `decay` (weight decay applies) is by default true except where
-    every global tensor held has at most one dimension: biases and norm scales.
+    every global tensor held has at most one dimension: biases and norm scales. `fp32` says that the
+    parameter is not rounded to the 16 bits of its model.
     """
 
     layout: TensorLayout
     init: Init
     grad_sync: tuple[GradSync, ...] = ()
     expert: bool = False
+    fp32: bool = False
     decay: bool = field(default=cast(bool, None))  # None only until __post_init__ has decided
 
     def __post_init__(self) -> None:
@@ -122,7 +124,8 @@ def param_specs(
     Module paths are global names, with `prefix` in front. A module with a `param_specs` method
     answers for its own parameters (and for those below it that it names). Parameters of all other
     modules are whole and replicated over `tp`; their initial values come from the module's
-    mapping `param_init` (`{"weight": Init(...)}`), else from `default_init`. Under sequence
+    mapping `param_init` (`{"weight": Init(...)}`), else from `default_init`; those that its
+    attribute `fp32_params` names stay fp32. Under sequence
     parallelism each rank of `tp` sees only its tokens, so the gradients of those whole parameters
     are partial sums over `tp`, unless the module or one above it has `grad_is_partial = False`.
     A parameter object that is reachable twice (tied) appears once, under its first name.
@@ -163,6 +166,7 @@ def param_specs(
                 layout=layout.replicated(tp.rank, tp.size),
                 init=given.get(key) or default_init(key, param),
                 grad_sync=(GradSync(group=tp),) if partial and tp.size > 1 else (),
+                fp32=key in getattr(module, "fp32_params", ()),
             )
             add(name, param, spec)
         for key, child in module.named_children():

@@ -2,7 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from mcore_models.config import ModelConfig
 from mcore_parallel import Group, ParallelMesh, RngKey
 
 T = TypeVar("T")
+_SPARSE = "D"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +97,11 @@ def find_builder(letter: str, layer_index: int, known: Mapping[str, Builder]) ->
         return known[letter]
     close = difflib.get_close_matches(letter, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
+    if letter == _SPARSE:
+        raise ValueError(
+            f"layer {layer_index} asks for {letter!r}, sparse attention by an indexer, which is "
+            f"not built here: use '*' or '+', or give builders={{{letter!r}: …}} to build_model"
+        )
     raise ValueError(
         f"layer {layer_index} asks for {letter!r}, which nothing builds: {hint}"
         f"known are {', '.join(sorted(known))} and '.' for none; "
@@ -109,10 +116,17 @@ def build_seeded(
 
     A module that fills its own parameters then does so alike on every rank, in every layout.
     """
+    with seeded(build.key.fold("builder", layer_index, place)):
+        return builder(config, build, layer_index)
+
+
+@contextmanager
+def seeded(key: RngKey) -> Iterator[None]:
+    """Seed torch's CPU generator by `key`, and put it back at the end."""
     before = torch.get_rng_state()
     # The CPU generator alone: torch.manual_seed would seed those of the devices too, for good.
-    torch.default_generator.manual_seed(build.key.fold("builder", layer_index, place).seed)
+    torch.default_generator.manual_seed(key.seed)
     try:
-        return builder(config, build, layer_index)
+        yield
     finally:
         torch.set_rng_state(before)

@@ -176,7 +176,7 @@ class DeltaNet(nn.Module):
             ),
         }
         return {
-            name: fused_spec({join(prefix, name): self._heads}, self._group, init=init)
+            name: fused_spec({join(prefix, name): self._heads}, self._group, init=init, fp32=True)
             for name, init in inits.items()
         }
 

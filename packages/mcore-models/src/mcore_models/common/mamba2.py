@@ -172,7 +172,7 @@ class Mamba2(nn.Module):
         }
         heads = Part("heads", mamba.num_heads)
         return {
-            name: fused_spec({join(prefix, name): heads}, self._group, init=init)
+            name: fused_spec({join(prefix, name): heads}, self._group, init=init, fp32=True)
             for name, init in inits.items()
         }
 

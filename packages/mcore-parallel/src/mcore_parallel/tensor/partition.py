@@ -69,12 +69,13 @@ def fused_spec(
     *,
     init: Init,
     decay: bool | None = None,
+    fp32: bool = False,
 ) -> ParamSpec:
     """The spec of a parameter that holds my rows of several parts, one part after the other.
 
     `parts` are in their local order, by the names of their global tensors [features, *columns]. The
     gradient of a part that several ranks hold is a partial sum over these (made by
-    `group.split`). `decay` None: as `ParamSpec` decides.
+    `group.split`). `decay` None: as `ParamSpec` decides; `fp32` as there.
     """
     layouts: list[TensorLayout] = []
     sync: list[GradSync] = []
@@ -89,7 +90,11 @@ def fused_spec(
         layouts.append(layout)
     decides = {} if decay is None else {"decay": decay}
     return ParamSpec(
-        layout=TensorLayout.concat(layouts), init=init, grad_sync=tuple(sync), **decides
+        layout=TensorLayout.concat(layouts),
+        init=init,
+        grad_sync=tuple(sync),
+        fp32=fp32,
+        **decides,
     )
 
 

@@ -193,6 +193,7 @@ class Router(nn.Module):
                 layout=layout.replicated(group.rank, group.size),
                 init=self._init if name == "weight" else Init(kind="zeros"),
                 grad_sync=(GradSync(group=group),) if summed else (),
+                fp32=True,
             )
         return specs
 
