@@ -53,7 +53,11 @@ def test_families_have_what_training_might_stumble_over(matrix: Matrix, family: 
     names = {
         "gpt": ["embedding.weight", "position_embedding.weight", "layers.2.mlp.up.bias"],
         "moe": ["layers.2.moe.router.weight", "layers.0.moe.experts.gate.weight"],
-        "hybrid": ["layers.2.mamba.a_log", "layers.1.moe.experts.down.bias"],
+        "hybrid": [
+            "layers.0.mamba.a_log",
+            "layers.2.delta_net.a_log",
+            "layers.1.moe.experts.down.bias",
+        ],
     }
     assert len(found.gradients) > 25
     for name in names[family]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mcore_data import IndexedWriter
 from mcore_kernels import KernelConfig
-from mcore_models import MambaConfig, ModelConfig, MoEConfig
+from mcore_models import DeltaNetConfig, MambaConfig, ModelConfig, MoEConfig
 from mcore_train.config import (
     BatchConfig,
     DataConfig,
@@ -34,9 +34,9 @@ def family_config(family: str, *, tokens: Path | None = None) -> TrainConfig:
 
     The families differ in whatever training might stumble over. gpt: layer norms, biases, learned
     positions, tied embeddings. moe: experts beside dense layers, fewer key than query heads, rotary
-    positions. hybrid: Mamba-2, attention and experts with biases. `tokens` are files of short
-    documents (`write_documents`), which are packed and attend to themselves only; without them
-    every sample is one document of random tokens.
+    positions. hybrid: Mamba-2, attention, a gated delta net and experts with biases. `tokens` are
+    files of short documents (`write_documents`), which are packed and attend to themselves only;
+    without them every sample is one document of random tokens.
     """
     data = DataConfig(mock=True, seq_length=_LENGTH)
     if tokens is not None:
@@ -103,7 +103,7 @@ _MODELS = {
         _SHARED,
         num_kv_heads=2,
         linear_bias=True,
-        pattern=("M-", "*E", "ME"),
+        pattern=("M-", "*E", "GE"),
         moe=MoEConfig(
             num_experts=4,
             top_k=2,
@@ -113,5 +113,8 @@ _MODELS = {
             aux_loss_scope="micro_batch",
         ),
         mamba=MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=1, chunk_size=4),
+        delta_net=DeltaNetConfig(
+            num_key_heads=1, num_value_heads=8, key_head_dim=6, value_head_dim=4, chunk_size=4
+        ),
     ),
 }
