@@ -18,6 +18,7 @@ from mcore_models.common import (
     KVCache,
     TokenBatch,
     TokenContext,
+    import_builders,
 )
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
@@ -49,6 +50,7 @@ __all__ = [
     "flops_utilization",
     "freeze",
     "gpt2",
+    "import_builders",
     "llama",
     "model_shape",
     "preset",

@@ -275,7 +275,9 @@ class TrainConfig:
     """One training run.
 
     `precision` is that of weights and activations in forward and backward passes; masters and
-    moments are fp32. `loss_scale` is for fp16.
+    moments are fp32. `loss_scale` is for fp16. `builders` is the import path, `module:NAME`, of the
+    builders of parts of one's own, by pattern letter (`mcore_models.build_model`). `freeze` are
+    patterns of names of global tensors that are not trained (`mcore_models.freeze`).
 
     Raises:
         ValueError: one line with the place, the numbers and the nearest valid values.
@@ -298,6 +300,8 @@ class TrainConfig:
     precision: Precision = "fp32"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     device: Device = "auto"
+    builders: str | None = None
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_models import check_layout
+from mcore_models import check_layout, import_builders
 from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
     Callback,
@@ -111,7 +111,7 @@ def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
         ValueError: one line with the place, the numbers and the nearest valid values.
     """
     plan = config.check_world(world_size)
-    check_layout(config.model, plan.parallel)
+    check_layout(config.model, plan.parallel, import_builders(config.builders))
     check_files(config)
     check_writable("checkpoint.directory", config.checkpoint.directory)
     check_writable("log.directory", config.log.directory)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mcore_models import GPT, TokenBatch, build_model
+from mcore_models import GPT, TokenBatch, build_model, freeze, import_builders
 from mcore_models.common import Block
 from mcore_parallel import (
     Channel,
@@ -122,7 +122,9 @@ def build_session(
         device="meta",  # `data_parallel` gives memory to what this rank keeps of it
         key=RngKey(config.seed),
         recompute=config.recompute,
+        builders=import_builders(config.builders),
     )
+    freeze(model, config.freeze)
     buckets = data_parallel(
         model,
         model.specs(),

@@ -10,7 +10,7 @@ from mcore_models.common.batch import (
     TokenContext,
 )
 from mcore_models.common.block import Block
-from mcore_models.common.builder import BuildContext, Builder
+from mcore_models.common.builder import BuildContext, Builder, import_builders
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.delta_net import DeltaNet
 from mcore_models.common.embedding import PositionEmbedding
@@ -42,4 +42,5 @@ __all__ = [
     "TokenBatch",
     "TokenContext",
     "build_norm",
+    "import_builders",
 ]

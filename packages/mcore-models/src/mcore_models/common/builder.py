@@ -1,6 +1,7 @@
 """How parts of a model are made: the context that every builder gets, and the table of letters."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +108,26 @@ def find_builder(letter: str, layer_index: int, known: Mapping[str, Builder]) ->
         f"known are {', '.join(sorted(known))} and '.' for none; "
         f"give builders={{{letter!r}: …}} to build_model"
     )
+
+
+def import_builders(path: str | None) -> Mapping[str, Builder]:
+    """The builders by letter that an import path `module:NAME` leads to; none for None.
+
+    Raises:
+        ValueError: there is nothing importable at the path, or no mapping.
+    """
+    if path is None:
+        return {}
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"builders={path!r} is no import path: write module:NAME")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"builders={path!r} cannot be imported: {error}") from None
+    if not isinstance(found, Mapping) or not all(map(callable, found.values())):
+        raise ValueError(f"builders={path!r} is no mapping from letters to builders: {found!r}")
+    return found
 
 
 def build_seeded(
