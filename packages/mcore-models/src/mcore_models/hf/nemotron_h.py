@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_models.config import NO_PART, ModelConfig
+from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.llama import PLAIN
 from mcore_models.hf.recurrent import drop_below, mamba_fields, mamba_operators
 from mcore_models.hf.rules import Choice, Field, Only, Ours, Rule, give, put
+from mcore_models.pattern import NO_PART
 from mcore_parallel.mapping import Operator, Rename, Stack
 
 _SIZES = {
