@@ -209,7 +209,7 @@ def test_scalings_that_cannot_be() -> None:
         LinearScaling(factor=0.5)
     with pytest.raises(ValueError, match="low_freq_factor < high_freq_factor, got 4 and 1"):
         Llama3Scaling(factor=8, low_freq_factor=4, high_freq_factor=1, original_length=8192)
-    with pytest.raises(ValueError, match="beta_slow < beta_fast, got 2 and 1"):
+    with pytest.raises(ValueError, match="beta_slow <= beta_fast, got 2 and 1"):
         YarnScaling(factor=8, original_length=8192, beta_slow=2, beta_fast=1)
     scaling = LongRopeScaling(factors=(1.0, 2.0), extension=4.0, original_length=4096)
     with pytest.raises(ValueError, match="2 factors for 4 pairs"):

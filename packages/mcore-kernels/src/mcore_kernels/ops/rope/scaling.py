@@ -98,9 +98,9 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _at_least_one("yarn", self.factor)
-        if not 0 < self.beta_slow < self.beta_fast:
+        if not 0 < self.beta_slow <= self.beta_fast:
             raise ValueError(
-                f"rope: yarn scaling needs 0 < beta_slow < beta_fast, got {self.beta_slow} and "
+                f"rope: yarn scaling needs 0 < beta_slow <= beta_fast, got {self.beta_slow} and "
                 f"{self.beta_fast}"
             )
 
