@@ -150,8 +150,8 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
         if not different.any():
             return 0.0, 0
         # Exact where float64 is not: large integers that differ by one.
-        gaps = [abs(int(p) - int(q)) for p, q in zip(x[different], y[different], strict=True)]
-        return float(max(gaps)), len(gaps)
+        pairs = zip(x[different].tolist(), y[different].tolist(), strict=True)
+        return float(max(abs(p - q) for p, q in pairs)), int(different.sum())
     else:
         x, y = x.double(), y.double()
     same = (x == y) | (x.isnan() & y.isnan())

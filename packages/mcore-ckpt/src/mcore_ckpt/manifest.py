@@ -87,7 +87,7 @@ class Manifest:
             name: {"bytes": info.num_bytes, "sha256": info.sha256}
             for name, info in sorted(self.files.items())
         }
-        document = {
+        document: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
@@ -132,7 +132,7 @@ class Manifest:
             raise CheckpointError(f"{where} is damaged: {error!r}") from None
 
 
-def _lines(document: Mapping[str, Json]) -> str:
+def _lines(document: Mapping[str, Any]) -> str:
     """Return JSON with a line for each field, and in those that are objects for each entry.
 
     Readable, and an order of magnitude faster to make than `indent=1`.

@@ -143,7 +143,7 @@ def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
 
 
 def _checksums(chunks: Iterable[ChunkData]) -> list[int]:
-    return [zlib.crc32(chunk.data) for chunk in chunks]
+    return [zlib.crc32(chunk.data.data) for chunk in chunks]
 
 
 @dataclass(kw_only=True)

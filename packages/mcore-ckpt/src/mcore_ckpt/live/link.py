@@ -240,7 +240,7 @@ def _plan(described: list[list[object]], group: Group) -> Schedule:
         }
         for side in (1, 2)
     ]
-    copies = plan(*sides)
+    copies = plan(sides[0], sides[1])
     for copy in copies:
         source = dtypes[0][copy.source.rank][copy.source.key]
         target = dtypes[1][copy.target.rank][copy.target.key]
@@ -248,4 +248,4 @@ def _plan(described: list[list[object]], group: Group) -> Schedule:
             raise ValueError(f"{copy.name}: {source} does not convert to {target}")
     max_bytes = described[0][0]
     assert isinstance(max_bytes, int)
-    return schedule(copies, *dtypes, group.ranks[group.rank], max_bytes)
+    return schedule(copies, dtypes[0], dtypes[1], group.ranks[group.rank], max_bytes)
