@@ -1,6 +1,7 @@
 """Every code block of the READMEs and guides runs: Python as it stands, shell line by line.
 
-Python blocks of one file share one process, in order, in an empty folder. Shell blocks run with
+Python blocks of one file share one process, in order, in an empty folder; one that begins with a
+comment `# NAME.py` is that file, beside the others. Shell blocks run with
 `uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`) or is
 this suite itself is not run again, nor the quickstart, which has a test of its own
 (tests/system/test_quickstart.py).
@@ -20,10 +21,12 @@ PAGES = sorted(
         ROOT / "README.md",
         ROOT / "docs/architecture.md",
         *ROOT.glob("packages/*/README.md"),
+        ROOT / "docs/own-parts.md",
         *ROOT.glob("docs/guides/*.md"),
     ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
 ELSEWHERE = (
     *("pip install", "git clone", "uv sync", "pytest", "cd ", "make "),
     "mcore-train quickstart",
@@ -77,8 +80,13 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     code = blocks(page, "python")
     if not code:
         pytest.skip("no Python on this page")
+    files: dict[str, list[str]] = {"page.py": []}
+    for block in code:
+        named = FILE.match(block)
+        files.setdefault(named[1] if named else "page.py", []).append(block)
+    for name, parts in files.items():
+        (tmp_path / name).write_text("\n".join(parts))
     script = tmp_path / "page.py"
-    script.write_text("\n".join(code))
     run([sys.executable, str(script)], tmp_path)
 
 

@@ -21,7 +21,7 @@ from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import TextStream
 from mcore_inference.weights import WeightLink, model_tensors
 from mcore_kernels import KernelConfig
-from mcore_models import GPT, ModelConfig, build_model
+from mcore_models import GPT, Builder, ModelConfig, build_model
 from mcore_models.hf import ARCHITECTURES, Architecture
 from mcore_parallel import Group, LayoutTensor, ParallelMesh, broadcast_object
 
@@ -88,6 +88,7 @@ class LLM:
         mesh: ParallelMesh | None = None,
         dtype: torch.dtype = torch.float32,
         kernels: KernelConfig | None = None,
+        builders: Mapping[str, Builder] | None = None,
         max_sequences: int = 64,
         max_batch_tokens: int = 8192,
     ) -> LLM:
@@ -103,6 +104,7 @@ class LLM:
             mesh: the ranks over which to cut the model; default this process alone, on the CPU.
             dtype: of weights and hidden states.
             kernels: which operators to use (default: the best that run on the device).
+            builders: of parts of one's own, by pattern letter, as the model was trained with.
             max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
 
         Raises:
@@ -112,7 +114,9 @@ class LLM:
         """
         mesh = mesh or ParallelMesh.single()
         source = _together(lambda: _open(path, tokenizer, chat_template), mesh.world)
-        model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
+        model = build_model(
+            source.config, mesh, kernels=kernels, dtype=dtype, builders=builders, key=None
+        )
         load_weights(model, source.folder)
         limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
         return _assembled(model, source, limits)
