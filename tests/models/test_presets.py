@@ -1,7 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 
 from mcore_models import build_model, count_parameters, gpt2, llama, preset, preset_names
+from mcore_models.attention_presets import published_configs
+from mcore_models.hf import ARCHITECTURES, Architecture, differences
+from mcore_models.latent_presets import LATENT_PRESETS
 
 # Published counts: the sum of the tensors of each release (tied heads counted once).
 PUBLISHED = {
@@ -27,9 +32,67 @@ PUBLISHED = {
     "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
+# Of models whose configurations are those of transformers' classes, with the layers as published.
+ATTENTION = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.5": 352_797_814_784,
+}
+
 
 def test_every_preset_has_a_published_count() -> None:
-    assert set(PUBLISHED) == set(preset_names())
+    assert {*PUBLISHED, *ATTENTION, *LATENT_PRESETS} == set(preset_names())
+    assert set(ATTENTION) == {name for name, _, _ in published_configs()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -39,6 +102,56 @@ def test_parameters_of_published_models(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
     assert count_parameters(config).total == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "config"),
+    [pytest.param(*row, id=row[0]) for row in published_configs()],
+)
+def test_parameters_are_those_of_transformers(
+    name: str, architecture: Architecture, config: dict[str, Any]
+) -> None:
+    """Of its own class of the same config, on meta; and what it says of the preset in our words."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, architecture.name)
+    with torch.device("meta"):
+        theirs = kind(kind.config_class(**config))
+    assert theirs.num_parameters() == count_parameters(preset(name)).total == ATTENTION[name]
+    written = architecture.write_config(preset(name))
+    assert not list(differences(architecture.read_config(written), preset(name)))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.startswith("llama3-8b")])
+def test_their_own_class_has_as_many(name: str) -> None:
+    """The class to whose words an architecture turns the preset, on meta."""
+    transformers = pytest.importorskip("transformers")
+    model = preset(name)
+    for architecture in ARCHITECTURES.values():
+        try:
+            written = architecture.write_config(model)
+        except ValueError:
+            continue
+        break
+    kind = getattr(transformers, architecture.name)
+    with torch.device("meta"):
+        theirs = kind(kind.config_class(**written))
+    assert theirs.num_parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_an_architecture_expresses_a_preset_or_says_why_not(architecture: Architecture) -> None:
+    """Whatever parts it has; and what is written, beside nothing, is the same model."""
+    for model in map(preset, preset_names()):
+        refusal = None
+        try:
+            written = architecture.write_config(model)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal is None:
+            assert not list(differences(architecture.read_config(written), model))
+        else:
+            assert refusal.startswith(f"{architecture.name} cannot express")
+            assert "\n" not in refusal
 
 
 def test_dresses() -> None:

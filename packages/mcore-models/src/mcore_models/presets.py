@@ -9,7 +9,9 @@ import difflib
 from dataclasses import replace
 from functools import partial
 
+from mcore_models.attention_presets import ATTENTION_PRESETS
 from mcore_models.config import ModelConfig
+from mcore_models.latent_presets import LATENT_PRESETS
 from mcore_models.parts import MoEConfig
 from mcore_models.recurrent_presets import RECURRENT_PRESETS
 
@@ -149,5 +151,7 @@ _PRESETS = {
         ffn_size=5632,
         max_positions=2048,
     ),
+    **ATTENTION_PRESETS,
+    **LATENT_PRESETS,
     **RECURRENT_PRESETS,
 }

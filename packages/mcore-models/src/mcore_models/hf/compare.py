@@ -54,10 +54,11 @@ def _in_force(model: ModelConfig) -> dict[str, Any]:
         if not (model.moe and model.moe.shared_ffn_size):
             del values["mlp_bias"]
     values["attention"] = _attention(model)
-    values["rope"] = replace(model.rope, rotary_dim=model.rotary_size or None)
     if not model.num_heads and not model.latent and model.position == "rope":
         values["position"] = "none"
-    if values["position"] != "rope":
+    if values["position"] == "rope":
+        values["rope"] = replace(model.rope, rotary_dim=model.rotary_size or None)
+    else:
         del values["rope"], values["rope_base"]
     if values["position"] == "none":
         del values["max_positions"]

@@ -85,6 +85,8 @@ class Rope:
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Say it, unless `config` says the same already."""
+        if not model.num_heads:
+            return
         if self._says(config, model) and (self.base in config or "rope_parameters" in config):
             return
         own = {theirs for names in _FIELDS.values() for theirs in names}
@@ -185,7 +187,8 @@ def _unturned(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _head_size(fields: Mapping[str, Any]) -> int:
-    size: int = fields.get("head_dim") or fields["hidden_size"] // fields["num_heads"]
+    heads = fields.get("num_heads", 0)
+    size: int = fields.get("head_dim") or fields["hidden_size"] // max(heads, 1)
     return size
 
 

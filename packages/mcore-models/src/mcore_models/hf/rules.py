@@ -225,6 +225,8 @@ class Scale:
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Set the number, a whole one if it is that."""
+        if not model.num_heads:
+            return
         scale = model.attention.scale or model.head_size**-0.5
         current = config.get(self.theirs, self.default)
         if type(current) not in (int, float) or current**-0.5 != scale:
