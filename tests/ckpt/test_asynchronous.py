@@ -1,7 +1,6 @@
 """Saving in the background: what is saved, when it is there, and who hears of errors."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -240,66 +239,66 @@ def test_after_another_error_the_save_is_finished(tmp_path: Path) -> None:
     assert "saving step 3" in caught.value.__notes__[0]
 
 
-FORGETFUL = """
-import sys, threading, torch
-from mcore_ckpt.asynchronous import AsyncSaver
+# Imports torch once. For each way to end, a forked child saves in the background and ends that way.
+ENDS = """
+import os, signal, sys, threading, time
+import torch
+import mcore_ckpt
+from mcore_ckpt.tensorstore_engine import TensorstoreEngine
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
-class Slow:
+class Slow(TensorstoreEngine):
     def write(self, storage, chunks):
-        import time
-        print("writing", flush=True)
-        self.reached.set()
-        time.sleep(float(sys.argv[2]))
-        return self.engine.write(storage, chunks)
+        os.write(writing, b"w")
+        reached.set()
+        time.sleep(60 if how == "killed" else 0.3)
+        return super().write(storage, chunks)
 
-from mcore_ckpt.tensorstore_engine import TensorstoreEngine
-slow = Slow()
-slow.reached = threading.Event()
-slow.engine = TensorstoreEngine()
+for how in ("close", "forget", "killed"):
+    told, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        break
+    os.read(told, 1)
+    if how == "killed":
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    print(how, os.waitstatus_to_exitcode(status), flush=True)
+else:
+    sys.exit(0)
+
+reached = threading.Event()
 w = LayoutTensor(torch.zeros(4), TensorLayout.whole("model/w", (4,)))
-saver = AsyncSaver()
-saver.save(sys.argv[1], step=20, tensors={"w": w}, engine=slow, keep_last=1)
-slow.reached.wait()
-if sys.argv[3] == "close":
+saver = mcore_ckpt.AsyncSaver()
+saver.save(f"{sys.argv[1]}/{how}", step=20, tensors={"w": w}, engine=Slow(), keep_last=1)
+reached.wait()
+if how == "close":
     saver.close()
-if sys.argv[3] == "hang":
-    sys.stdin.readline()
 """
-
-
-def forgetful(folder: Path, seconds: float, how: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", FORGETFUL, str(folder), str(seconds), how],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.mark.slow
 def test_leaving_python(tmp_path: Path) -> None:
     """With `close` the exit waits; without it, or killed, there is what was there before (U47)."""
-    for how in ("close", "forget", "hang"):
-        folder = tmp_path / how
-        mcore_ckpt.save(folder, step=10, tensors=tensors(10))
-        with forgetful(folder, 0.3 if how != "hang" else 60, how) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "writing\n"
-            if how == "hang":
-                process.send_signal(signal.SIGKILL)
-            _, err = process.communicate(timeout=60)
-            if how != "hang":
-                assert process.returncode == 0, err
-                assert not err
-        names = sorted(p.name for p in folder.iterdir())
-        assert mcore_ckpt.open(folder).step == (20 if how == "close" else 10)
-        expected = {"close": ["step_00000020"], "forget": ["step_00000010"]}
-        assert names == expected.get(how, ["step_00000010", "step_00000020"])
-        mcore_ckpt.save(folder, step=30, tensors=tensors(30), keep_last=1)
-        assert [p.name for p in folder.iterdir()] == ["step_00000030"]
+    for how in ("close", "forget", "killed"):
+        mcore_ckpt.save(tmp_path / how, step=10, tensors=tensors(10))
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.split() == ["close", "0", "forget", "0", "killed", "-9"]
+    assert not done.stderr
+    left = {"close": [20], "forget": [10], "killed": [10, 20]}
+    for how, steps in left.items():
+        names = sorted(path.name for path in (tmp_path / how).iterdir())
+        assert names == [f"step_{step:08d}" for step in steps]
+        assert mcore_ckpt.open(tmp_path / how).step == steps[0]
+        mcore_ckpt.save(tmp_path / how, step=30, tensors=tensors(30), keep_last=1)
+        assert [path.name for path in (tmp_path / how).iterdir()] == ["step_00000030"]
 
 
 # --- several ranks --------------------------------------------------------------------------------
@@ -413,3 +412,46 @@ def abandon_on_one(folder: Path) -> list[str]:
             saver.close()
     all_reduce(torch.ones(1), group)
     return sorted(LocalStorage(folder).entries(""))
+
+
+def peak_memory() -> int:
+    """The most bytes that this process held since `forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmHWM")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_of_a_save(folder: Path) -> tuple[int, int]:
+    """Return the bytes of this rank's state, and those that a save took besides at its peak."""
+    group = Group.world()
+    layout = TensorLayout.whole("model/w", (16, 1 << 20)).slice(
+        0, group.rank * 8, group.rank * 8 + 8
+    )
+    held = {"w": LayoutTensor(torch.ones(layout.shape), layout)}
+    # Flat shards with another cut, so that half of it changes hands.
+    flat = TensorLayout.whole("model/m", (1 << 23,))
+    odd = flat.flat_range(*((0, 1 << 22) if group.rank else (1 << 22, 1 << 23)))
+    held["m"] = LayoutTensor(torch.ones(odd.shape), odd)
+    size = sum(value.tensor.nbytes for value in held.values())
+    with AsyncSaver(group) as saver:
+        small = shard(group, 0)
+        saver.save(folder, step=1, tensors=small)  # what libraries need once
+        saver.wait()
+        forget_peak()
+        before = peak_memory()
+        saver.save(folder, step=2, tensors=held, exchange_bytes=4 << 20, chunk_bytes=1 << 20)
+        saver.wait()
+        return size, peak_memory() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
+def test_the_memory_of_a_save(ranks: RankPool, tmp_path: Path) -> None:
+    """One snapshot, and bounded staging: two portions, what the exchange packs, and some slack."""
+    for size, taken in ranks.run(memory_of_a_save, 2, tmp_path):
+        assert size == 48 << 20
+        assert size <= taken < size + 8 * (4 << 20)

@@ -11,13 +11,13 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt import CheckpointError, ChunkData, Storage, Writing
+from mcore_ckpt.file_engine import FileEngine
 from mcore_ckpt.local.share import read_share
-from mcore_ckpt.tensorstore_engine import TensorstoreEngine
-from mcore_parallel import ParallelMesh
+from mcore_parallel import ParallelMesh, init_from_env
 from mcore_parallel.testing import RankPool
 from mcore_train.callbacks import Callback, MetricsLog, SaveCheckpoints, read_metrics
 from mcore_train.config import LogConfig, TrainConfig
-from mcore_train.load import config_to_tree
+from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.pretrain import run_rank
 from mcore_train.session import build_session
 from mcore_train.step import StepMetrics
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 from toy import toy
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "ffn_size": 16, "dropout": 0.1}
-write = TensorstoreEngine.write
+write = FileEngine.write
 
 
 class Disk:
@@ -39,16 +39,14 @@ class Disk:
         self.full: int | None = None
         disk = self
 
-        def writing(
-            engine: TensorstoreEngine, storage: Storage, chunks: Iterable[ChunkData]
-        ) -> Writing:
+        def writing(engine: FileEngine, storage: Storage, chunks: Iterable[ChunkData]) -> Writing:
             assert disk.gate.wait(60)
             chunks = list(chunks)
             if any(chunk.array.startswith(f"step_{disk.full or 0:08d}") for chunk in chunks):
                 raise OSError(28, "No space left on device", storage.location(""))
             return write(engine, storage, chunks)
 
-        monkeypatch.setattr(TensorstoreEngine, "write", writing)
+        monkeypatch.setattr(FileEngine, "write", writing)
 
 
 @pytest.fixture
@@ -338,3 +336,41 @@ def test_local_saves_that_do_not_count(tmp_path: Path) -> None:
     assert trainer.resumed
     assert not trainer.resumed_locally
     assert mcore_ckpt.open(tmp_path / "a").step == 6
+
+
+class StopOn(Callback):
+    """One rank asks to stop after a step, as a signal does."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if trainer.session.mesh.rank == self.rank and trainer.step == self.step:
+            trainer.stop_requested = True
+
+
+def stop_one(tree: dict[str, Any]) -> tuple[int, int | None]:
+    """Train as one rank, of which the second one asks to stop; return step and newest saved."""
+    config = config_from_tree(tree)
+    init_from_env(device="cpu")
+    mesh = ParallelMesh.create(config.parallel)
+    assert mesh is not None
+    callbacks = [StopOn(1, 3), SaveCheckpoints(config.checkpoint)]
+    trainer = Trainer(build_session(config, mesh), callbacks)
+    trainer.run()
+    found = mcore_ckpt.find(tmp) if (tmp := config.checkpoint.directory) else None
+    mesh.close()
+    return trainer.step, found.step if found else None
+
+
+def test_a_stop_while_saves_are_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
+    """U22: asked on one of two ranks, both end after one step, which is saved when they return."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fields: dict[str, Any] = {"model": SMALL, "parallel": {"dp": 2}, "schedule": {"decay_steps": 5}}
+    options = {"interval": 1, "asynchronous": True}
+    tree = config_to_tree(toy(**fields, checkpoint={"directory": str(parts), **options}))
+    assert ranks.run(stop_one, 2, tree) == [(4, 4), (4, 4)]  # known to all with the next step
+    ranks.run(run_rank, 2, tree, timeout=120)
+    tree = config_to_tree(toy(**fields, checkpoint={"directory": str(whole)}))
+    ranks.run(run_rank, 2, tree, timeout=120)
+    assert_equal(parts / "step_00000006", whole / "step_00000006")
