@@ -13,8 +13,10 @@ from mcore_models import (
     GPT,
     AttentionConfig,
     DeltaNetConfig,
+    LatentAttentionConfig,
     MambaConfig,
     ModelConfig,
+    MTPConfig,
     RopeConfig,
     gpt2,
     llama,
@@ -63,7 +65,19 @@ POST_NORM = replace(
     residual="parallel",
     activation="squared_relu",
 )
-DRESSES = {"llama": LLAMA, "gpt2": GPT2, "mamba": MAMBA, "hybrid": HYBRID}
+# What predicts further tokens has no part in generating.
+LATENT = ModelConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_layers=2,
+    ffn_size=48,
+    init_std=0.4,
+    latent=LatentAttentionConfig(
+        num_heads=4, kv_rank=12, q_rank=20, head_dim=8, rope_dim=6, value_dim=10
+    ),
+    mtp=MTPConfig(),
+)
+DRESSES = {"llama": LLAMA, "gpt2": GPT2, "mamba": MAMBA, "hybrid": HYBRID, "latent": LATENT}
 
 PROMPTS = ["a", "hello", "what is this", "hi"]
 DECISIVE = 1e-3

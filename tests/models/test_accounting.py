@@ -4,8 +4,10 @@ import pytest
 
 from mcore_models import (
     AttentionConfig,
+    LatentAttentionConfig,
     ModelConfig,
     MoEConfig,
+    MTPConfig,
     build_model,
     count_parameters,
     flops_of_documents,
@@ -22,6 +24,14 @@ LLAMA = llama(vocab_size=37, hidden_size=24, num_layers=3, num_heads=4, num_kv_h
 GPT2 = gpt2(vocab_size=37, hidden_size=24, num_layers=2, num_heads=4, max_positions=11)
 
 MOE = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
+LATENT = ModelConfig(
+    vocab_size=37,
+    hidden_size=24,
+    num_layers=2,
+    latent=LatentAttentionConfig(
+        num_heads=4, kv_rank=12, q_rank=20, head_dim=6, rope_dim=4, value_dim=10
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +47,10 @@ MOE = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
         replace(GPT2, moe=MOE, pattern=("*-", ".E")),
         replace(LLAMA, moe=replace(MOE, shared_ffn_size=12, shared_gate=True, latent_size=16)),
         replace(GPT2, moe=replace(MOE, shared_ffn_size=12, router_bias=True)),
+        replace(LLAMA, moe=MOE, pattern=("*-", "*E", "*E"), mtp=MTPConfig(num_depths=2)),
+        replace(GPT2, mtp=MTPConfig()),
+        replace(LATENT, latent=replace(LATENT.latent, q_rank=None)),
+        replace(LATENT, moe=MOE, mtp=MTPConfig()),
         replace(LLAMA, attention=AttentionConfig(qk_norm="head", gate=True), attention_bias=True),
         replace(GPT2, attention=AttentionConfig(qk_norm="head"), norm_place="both"),
         replace(LLAMA, attention=AttentionConfig(qk_norm="all", sinks=True), norm_place="post"),
@@ -51,7 +65,7 @@ def test_the_formula_counts_the_built_model(config: ModelConfig) -> None:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     count = count_parameters(config)
     assert count.total == sum(sizes.values())
-    assert count.embedding == sum(n for name, n in sizes.items() if "embedding" in name)
+    assert count.embedding == sum(n for name, n in sizes.items() if "embedding." in name)
     linear = sum(
         n
         for name, n in sizes.items()

@@ -4,7 +4,8 @@ import mcore_models
 
 PUBLIC = """
 AttentionConfig AuxiliaryLosses BuildContext Builder DeltaNetConfig GPT GlobalCounts KVCache
-MambaConfig MoEConfig ModelConfig ParameterCount Replacement RopeConfig TokenBatch TokenContext
+LatentAttentionConfig MTPConfig MambaConfig MoEConfig ModelConfig ParameterCount Replacement
+RopeConfig TokenBatch TokenContext
 build_model check_layout count_parameters flops_of_documents flops_per_token flops_utilization
 freeze gpt2 import_builders llama model_shape preset preset_names
 """

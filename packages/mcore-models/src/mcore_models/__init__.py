@@ -22,7 +22,15 @@ from mcore_models.common import (
 )
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
-from mcore_models.parts import AttentionConfig, DeltaNetConfig, MambaConfig, MoEConfig, RopeConfig
+from mcore_models.parts import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MoEConfig,
+    MTPConfig,
+    RopeConfig,
+)
 from mcore_models.presets import gpt2, llama, preset, preset_names
 
 __all__ = [
@@ -34,6 +42,8 @@ __all__ = [
     "DeltaNetConfig",
     "GlobalCounts",
     "KVCache",
+    "LatentAttentionConfig",
+    "MTPConfig",
     "MambaConfig",
     "MoEConfig",
     "ModelConfig",

@@ -13,6 +13,7 @@ from mcore_models.parts import DeltaNetConfig, LatentAttentionConfig, MambaConfi
 from mcore_models.pattern import NO_PART
 from mcore_parallel.cost import (
     AttentionShape,
+    Counts,
     DeltaNetShape,
     ExpertsShape,
     LayerShape,
@@ -20,6 +21,7 @@ from mcore_parallel.cost import (
     MLPShape,
     ModelShape,
     Part,
+    count_layer,
 )
 
 
@@ -58,24 +60,37 @@ def model_shape(config: ModelConfig) -> ModelShape:
         tied_embeddings=config.tied_embeddings,
         positions=config.max_positions if config.position == "learned" else 0,
         vectors=norm,
+        predictions=len(config.mtp_pattern),
     )
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Exact parameter counts of the model that `build_model` makes, padding excluded.
 
+    What predicts further tokens (`mtp`) counts in full, and as used by every token.
+
     Raises:
         ValueError: when the pattern has a letter whose part is made by a builder: count the built
             model instead.
     """
     shape = model_shape(config)
+    further = _further(shape)
+    idle = further.routed + further.routed_vectors - further.active - further.active_vectors
+    matmul = further.dense + further.routed
     return ParameterCount(
-        total=shape.parameters,
+        total=shape.parameters + further.total,
         embedding=shape.embedding,
-        matmul=shape.matmul_parameters,
-        active=shape.active_parameters,
-        active_matmul=shape.active_matmul_parameters,
+        matmul=shape.matmul_parameters + matmul,
+        active=shape.active_parameters + further.total - idle,
+        active_matmul=shape.active_matmul_parameters + matmul - further.routed + further.active,
     )
+
+
+def _further(shape: ModelShape) -> Counts:
+    """What `shape.parameters` leaves out: of each depth a layer, a projection and three norms."""
+    own = Counts(dense=2 * shape.hidden_size**2, vectors=3 * shape.vectors)
+    layer = count_layer(shape.layers[-1], shape.hidden_size)
+    return (layer + own).times(shape.predictions)
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
