@@ -31,9 +31,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._storage, self._name = resolve(path)
         self._manifest = read_manifest(self._storage, self._name)
         if engine is None:
-            from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+            from mcore_ckpt.file_engine import FileEngine
 
-            engine = TensorstoreEngine()
+            engine = FileEngine()
         self._engine = engine
 
     @property

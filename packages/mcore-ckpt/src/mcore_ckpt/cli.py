@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from mcore_ckpt.commands import average, diff, prune, reshard, verify
+from mcore_ckpt.commands import average, bench, diff, prune, reshard, verify
 from mcore_ckpt.commands.sizes import parse_size
 
 
@@ -44,12 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     average.add(commands)
     reshard.add(commands)
     prune.add(commands)
+    bench.add(commands)
 
     convert = commands.add_parser(
         "convert",
         help="write the weights of a checkpoint as another kind",
         description="Kinds: hf, a Hugging Face folder; native, a checkpoint of ours (or the "
-        "directory of several).",
+        "directory of several); dcp, a folder of torch.distributed.checkpoint; to read alone: "
+        "megatron, any of Megatron-LM's formats, and auto, whichever of these is there.",
     )
     for name, dest, help_text in (
         ("--from", "source", "what to read"),
@@ -61,13 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of floating-point tensors (default: as they are, bit for bit)",
+        help="of floating-point weights (default: as they are, bit for bit)",
     )
     convert.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="size at which hf begins another file (default: %(default)s)",
+        help="size at which hf and dcp begin another file (default: %(default)s)",
     )
     convert.set_defaults(run=_convert)
     return parser

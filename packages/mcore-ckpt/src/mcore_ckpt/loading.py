@@ -59,7 +59,7 @@ def load(
         takes its place, with `{1}` for its first group; the first that matches counts. Prefixes,
         patterns and errors are of the new names.
     verify: compare every chunk that is read with its checksum.
-    engine: in place of tensorstore.
+    engine: in place of plain files.
 
     Raises:
         FileNotFoundError: on every rank: there is no committed checkpoint at `path`.
@@ -70,9 +70,9 @@ def load(
     if strict not in ("error", "warn", "report"):
         raise ValueError(f"strict is {strict!r}; it is 'error', 'warn' or 'report'")
     if engine is None:
-        from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+        from mcore_ckpt.file_engine import FileEngine
 
-        engine = TensorstoreEngine()
+        engine = FileEngine()
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
     parent, name, manifest = open_for_all(path, group, what)

@@ -29,7 +29,8 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import check_json
 from mcore_ckpt.names import DOCUMENT
-from mcore_ckpt.planning import Chunk, Round, WritePlan, plan_save
+from mcore_ckpt.planning import Chunk, Round, WritePlan, describe
+from mcore_ckpt.plans import Plans, digest_of
 from mcore_ckpt.request import check_same, make_request
 from mcore_ckpt.storage import LocalStorage, Storage
 from mcore_ckpt.writer import Writer
@@ -56,6 +57,7 @@ def save(
     storage: Storage | None = None,
     engine: Engine | None = None,
     cancel: threading.Event | None = None,
+    plans: Plans | None = None,
 ) -> Path:
     """Write a checkpoint of `step` below `directory` and return its path once it is committed.
 
@@ -78,9 +80,10 @@ def save(
         shape and dtype.
     exchange_bytes: bound on the chunks that a rank puts together in memory at one time (two such
         portions are in memory while one is being written).
-    storage, engine: in place of the file system below `directory`, and of tensorstore.
+    storage, engine: in place of the file system below `directory`, and of plain files.
     cancel: when another thread of any rank sets it before the commit begins, the save ends on all
         ranks with CheckpointError.
+    plans: where the plan is kept for the next save that is given the same object, on all ranks.
 
     Raises:
         ValueError: on every rank: names, dtypes or layouts that do not fit together (a region that
@@ -90,29 +93,33 @@ def save(
             part of the exchange; says where and why.
     """
     if engine is None:
-        from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+        from mcore_ckpt.file_engine import FileEngine
 
-        engine = TensorstoreEngine()
+        engine = FileEngine()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
     state = {} if state is None else state
-    requests = together(
-        group,
-        what,
-        lambda: make_request(
+    description: dict[str, Any] = {}
+
+    def ask() -> dict[str, Any]:
+        request = make_request(
             step=step,
             keep_last=keep_last,
             keep_every=keep_every,
             chunk_bytes=chunk_bytes,
             exchange_bytes=exchange_bytes,
             state=state,
-            tensors=tensors,
-        ),
-    )
+        )
+        description.update(describe(tensors))
+        return {**request, "tensors": digest_of(description)}
+
+    requests = together(group, what, ask)
     check_same(requests, state, group)
-    plan = plan_save(
+    plan = (plans or Plans()).plan(
+        description,
         [request["tensors"] for request in requests],
-        group.ranks,
+        group,
+        what,
         chunk_bytes=chunk_bytes,
         exchange_bytes=exchange_bytes,
     )

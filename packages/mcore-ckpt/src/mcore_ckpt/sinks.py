@@ -57,9 +57,9 @@ class CheckpointSink:
         engine: Engine | None = None,
     ) -> None:
         if engine is None:
-            from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+            from mcore_ckpt.file_engine import FileEngine
 
-            engine = TensorstoreEngine()
+            engine = FileEngine()
         self._engine = engine
         self._storage = LocalStorage(directory)
         self._announced = dict(tensors)

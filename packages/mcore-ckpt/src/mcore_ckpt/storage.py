@@ -129,6 +129,27 @@ def write_file(location: str, data: bytes | memoryview) -> None:
         os.close(descriptor)
 
 
+def read_file(location: str, into: memoryview, *, start: int, size: int) -> None:
+    """Fill a buffer with the bytes from `start` on of a file that has to have `size` bytes.
+
+    Raises:
+        EOFError: it has more or less.
+    """
+    descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise EOFError(f"it has {found} bytes instead of {size}")
+        done = 0
+        while done < len(into):
+            count = os.preadv(descriptor, [into[done:]], start + done)
+            if not count:  # cut off meanwhile
+                raise EOFError(f"it ends at byte {start + done} of {size}")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
 def _fsync_all(locations: Iterable[str]) -> None:
     for location in locations:
         _fsync(location)

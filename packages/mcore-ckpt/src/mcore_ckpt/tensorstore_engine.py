@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from mcore_ckpt.chunk_files import FileWriting
 from mcore_ckpt.documents import array_document
 from mcore_ckpt.dtypes import Array
 from mcore_ckpt.engine import ChunkData, Region, Writing
@@ -25,7 +24,6 @@ class TensorstoreEngine:
 
     def __init__(self, *, inflight_bytes: int = 256 << 20, io_threads: int = 32) -> None:
         self.inflight_bytes = inflight_bytes
-        self._io_threads = io_threads
         self._context = ts.Context(
             {
                 # Whoever saves syncs all files at once when they are written; that is faster.
@@ -37,7 +35,23 @@ class TensorstoreEngine:
 
     def write(self, storage: Storage, chunks: Iterable[ChunkData]) -> Writing:
         """Start writing chunks (see `Engine.write`)."""
-        return FileWriting(storage, chunks, self._io_threads)
+        arrays: dict[str, Any] = {}
+        futures: list[tuple[str, Any]] = []
+        chunks = list(chunks)
+        for chunk in chunks:
+            if chunk.array not in arrays:
+                arrays[chunk.array] = self._open(storage, chunk.array, chunk.info)
+        arrays = {array: opened.result() for array, opened in arrays.items()}
+        for chunk in chunks:
+            grid = chunk.info.grid
+            box = grid.box(chunk.number)
+            inside = tuple(slice(0, n) for n in box.shape)
+            where = storage.location(f"{chunk.array}/{grid.key(chunk.number)}")
+            written = arrays[chunk.array][box.slices].write(
+                chunk.data[inside], can_reference_source_data_indefinitely=True
+            )
+            futures.append((where, written))
+        return _Writing(futures)
 
     def read(self, storage: Readable, regions: Sequence[Region]) -> Iterator[Array]:
         """Yield the regions in turn, reading ahead (see `Engine.read`)."""
@@ -80,3 +94,20 @@ class TensorstoreEngine:
             where = storage.location(f"{region.array}/{grid.key(number)}")
             raise CheckpointError(f"cannot read chunk {where}: {error}") from None
         return array
+
+
+class _Writing:
+    def __init__(self, futures: list[tuple[str, Any]]) -> None:
+        self._futures = futures
+
+    def wait(self) -> None:
+        """Return when every chunk is written."""
+        failed: OSError | None = None
+        for where, future in self._futures:  # wait for all of them: their memory is in use
+            try:
+                future.result()
+            except Exception as error:  # tensorstore raises many kinds
+                failed = failed or OSError(f"cannot write chunk {where}: {error}")
+        self._futures = []
+        if failed:
+            raise failed

@@ -1,0 +1,48 @@
+"""`mcore-ckpt bench`: how fast checkpoints are on this disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's subparsers."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure saving and loading on a disk, beside torch's DCP and plain files",
+        description="Everything is measured in one run, in turns; ratios compare the best turns. "
+        "Loads read from the disk where its cache can be dropped.",
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
+    )
+    parser.add_argument(
+        "--size", default="2GiB", metavar="SIZE", help="of the state (default: %(default)s)"
+    )
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it and return the exit status."""
+    from mcore_ckpt.commands.sizes import parse_size
+
+    num_bytes = parse_size(arguments.size, "--size")
+    from mcore_ckpt.bench import run_bench
+
+    report = run_bench(
+        arguments.directory,
+        num_bytes=num_bytes,
+        num_ranks=arguments.ranks,
+        repeats=arguments.repeats,
+    )
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        print("\n".join(report.lines()))
+    return 0
