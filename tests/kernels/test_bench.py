@@ -79,7 +79,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--op", "gated_delta_rule"], "bench: nothing is measured of 'gated_delta_rule'; there are linear, "),
+        (
+            ["--op", "gated_delta_rule"],
+            "bench: nothing is measured of 'gated_delta_rule'; there are linear, ",
+        ),
         (["--op", "gelus"], "no operator 'gelus'; did you mean 'gelu'?"),
         (["--hidden", "200"], "hidden must be a multiple of 128, got 200; 256 is"),
         (["--tokens", "0"], "tokens must be at least 1, got 0"),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mcore_kernels import Target, resolve
 from mcore_train.optim import AdamW
 
 
@@ -32,19 +33,47 @@ def test_state_is_named_for_checkpoints() -> None:
     assert rule.state_names == tuple(rule.init(torch.zeros(3, 2))) == ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_computes_the_same() -> None:
-    rule = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
-    values = [torch.randn(100_003, device=device) for device in ("cpu", "cuda")]
-    values[1].copy_(values[0])
-    states = [rule.init(value) for value in values]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_pass_is_three(device: str) -> None:
+    """Scaling, the update and the rounded copy at once, by the operator of the device."""
+    op = resolve("adam", target=Target.of(device, dtype=torch.float32))
+    once, plain = AdamW(eps=1e-8, op=op), AdamW(eps=1e-8)
+    value = torch.randn(10_003)
+    there = value.to(device)
+    copy = torch.zeros(10_003, dtype=torch.bfloat16, device=device)
+    states = [plain.init(value), once.init(there)]
     for step in range(1, 4):
-        grad = torch.randn(100_003)
-        for value, state in zip(values, states, strict=True):
-            on = grad.to(value.device)
-            rule.update(value, on, state, lr=1e-3, weight_decay=0.1, step=step)
-            assert on.cpu().equal(grad)
-    torch.testing.assert_close(values[1].cpu(), values[0], atol=1e-6, rtol=1e-6)
-    for name in rule.state_names:
+        grad = torch.randn(10_003)
+        on = grad.to(device, copy=True)
+        numbers = {"lr": 1e-3, "weight_decay": 0.1, "step": step}
+        plain.update(value, grad * 0.25, states[0], **numbers)
+        once.update_once(there, on, states[1], **numbers, grad_scale=0.25, copy=copy)
+        assert on.cpu().equal(grad)
+        assert copy.equal(there.bfloat16())
+    torch.testing.assert_close(there.cpu(), value, atol=1e-6, rtol=1e-6)
+    for name in plain.state_names:
         torch.testing.assert_close(states[1][name].cpu(), states[0][name], atol=1e-7, rtol=1e-5)
+
+
+def test_without_an_operator_it_is_the_same() -> None:
+    rule, value, grad = AdamW(), torch.randn(7), torch.randn(7)
+    other, copy = value.clone(), torch.zeros(7, dtype=torch.bfloat16)
+    states = rule.init(value), rule.init(other)
+    rule.update(value, grad * 0.5, states[0], lr=0.1, weight_decay=0.1, step=1)
+    rule.update_once(
+        other, grad, states[1], lr=0.1, weight_decay=0.1, step=1, grad_scale=0.5, copy=copy
+    )
+    assert other.equal(value)
+    assert copy.equal(value.bfloat16())

@@ -265,3 +265,29 @@ def test_gathered_logits_have_real_columns_only(ranks: RankPool, sequence_parall
     table = torch.cat([grad for _, _, grad in seen])
     torch.testing.assert_close(table[:7], dw)
     assert not table[7:].any()
+
+
+def _gradient_in_place() -> tuple[Tensor, Tensor, bool]:
+    """Gradients of a cut table by autograd, and added row by row to a buffer that holds 1."""
+    tokens = torch.tensor([3, 0, 6, 3, 3, 1, 6, 2])
+    scale = torch.arange(1.0, T * H + 1).view(T, H)
+    found = []
+    for accumulate in (False, True):
+        table = VocabParallelEmbedding(
+            7, H, group=Group.world(), accumulate=accumulate, dtype=torch.float32
+        )
+        weight = table.weight
+        if accumulate:
+            weight.main_grad = torch.ones_like(weight)
+            weight.grad_added_to_main = False
+        for _ in range(2):  # a table may be looked into more than once before its hooks run
+            (table(tokens) * scale).sum().backward()
+        found.append(weight.main_grad if accumulate else weight.grad)
+    return found[0], found[1], weight.grad_added_to_main
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_are_added_to_the_buffer_of_the_table(world: int, ranks: RankPool) -> None:
+    for plain, added, said in ranks.run(_gradient_in_place, world):
+        assert said
+        torch.testing.assert_close(added, plain + 1, rtol=1e-6, atol=0)

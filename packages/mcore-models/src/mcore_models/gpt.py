@@ -331,6 +331,7 @@ def _token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelE
         config.hidden_size,
         group=build.tp,
         sequence_parallel=build.sequence_parallel,
+        accumulate=not config.tied_embeddings,
         init=Init(kind="normal", std=config.init_std),
         device=build.device,
         dtype=build.dtype,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -349,6 +349,27 @@ class UpdateRule(Protocol):
 
         `weight_decay` is decoupled (value ← value · (1 - lr · weight_decay)); `step` counts
         updates from 1.
+        """
+
+
+@runtime_checkable
+class OnePassRule(UpdateRule, Protocol):
+    """A rule that also scales the gradient and writes the rounded copy, in its one pass."""
+
+    def update_once(
+        self,
+        value: Tensor,
+        grad: Tensor,
+        state: MutableMapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        copy: Tensor | None,
+    ) -> None:
+        """As `update` with `grad · grad_scale`; then `copy`, of the shape of `value`, is `value`
+        rounded to its dtype. `grad` is left alone.
         """
 
 

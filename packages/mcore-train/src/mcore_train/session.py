@@ -135,7 +135,7 @@ def build_session(
     )
     optimizer = ShardedOptimizer(
         buckets,
-        build_rule(config.optimizer),
+        build_rule(config.optimizer, mesh.device, adam=config.kernels.adam),
         hyper=decay(config.optimizer.weight_decay),
     )
     optimizer.gather_on_use(model.layers.values())

@@ -73,9 +73,9 @@ class ShardedOptimizer:
     def step(self, lr: float, *, grad_scale: float = 1.0) -> None:
         """Update all parameters from the summed gradients, multiplied by `grad_scale` (clipping).
 
-        Gradients are scaled in place. Communicates over dp_cp and edp when sharded; with
-        `mesh.config.overlap` the gathering of a bucket runs while the next one is updated, and see
-        `gather_on_use`.
+        What the gradients are afterwards is the rule's affair. Communicates over dp_cp and edp when
+        sharded; with `mesh.config.overlap` the gathering of a bucket runs while the next one is
+        updated, and see `gather_on_use`.
         """
         self.buckets.require_finished("step()")
         self.wait()

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from mcore_parallel.data.share import Piece, Share, grads_of
-from mcore_parallel.protocols import UpdateRule
+from mcore_parallel.protocols import OnePassRule, UpdateRule
 from mcore_parallel.spec import ParamSpec
 
 
@@ -35,7 +35,8 @@ def decay(weight_decay: float) -> HyperRule:
 class Run:
     """Elements that the rule updates in one call: `[start, stop)` of the bucket.
 
-    value, grad, state: equally shaped; flat, or one parameter in its own shape.
+    value, grad, state, copy: equally shaped; flat, or one parameter in its own shape. `copy` is
+    what is owned of the parameters themselves, where `value` is a master of theirs.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Run:
     value: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    copy: Tensor | None
 
 
 class Shard:
@@ -56,6 +58,7 @@ class Shard:
     def __init__(self, share: Share, rule: UpdateRule, hyper: HyperRule) -> None:
         self.share = share
         self._rule = rule
+        self._one_pass = rule if isinstance(rule, OnePassRule) else None
         self._has_copy = share.owned_values.dtype != share.owned_grads.dtype
         self._master = share.owned_values
         if self._has_copy:
@@ -69,17 +72,25 @@ class Shard:
         self._runs = [self._run(group, hyper) for group in groups]
 
     def update(self, lr: float, grad_scale: float, step: int) -> None:
-        """Update the masters and the parameters of this shard; `grad_scale` is applied in place."""
+        """Update the masters and the parameters of this shard.
+
+        Gradients are multiplied by `grad_scale` in place, unless the rule does it in its one pass.
+        """
         for run in self._runs:
-            self._rule.update(
-                run.value,
-                run.grad if grad_scale == 1.0 else run.grad.mul_(grad_scale),
-                run.state,
-                lr=lr * run.hyper.lr_multiplier,
-                weight_decay=run.hyper.weight_decay,
-                step=step,
-            )
-        self.publish()
+            numbers = {
+                "lr": lr * run.hyper.lr_multiplier,
+                "weight_decay": run.hyper.weight_decay,
+                "step": step,
+            }
+            if self._one_pass is not None:
+                self._one_pass.update_once(
+                    run.value, run.grad, run.state, grad_scale=grad_scale, copy=run.copy, **numbers
+                )
+            else:
+                scaled = run.grad if grad_scale == 1.0 else run.grad.mul_(grad_scale)
+                self._rule.update(run.value, scaled, run.state, **numbers)
+        if self._one_pass is None:
+            self.publish()
 
     def publish(self) -> None:
         """Make the parameters of this shard what the masters are."""
@@ -105,9 +116,11 @@ class Shard:
         origin, _ = self.share.owned
         value = self._master[start - origin : stop - origin]
         grad = grads_of(self.share, start, stop)
+        copy = self.share.owned_values[start - origin : stop - origin] if self._has_copy else None
         if self.share.keeps_shape:
             shape = first.slot.param.shape
             value, grad = value.view(shape), grad.view(shape)
+            copy = None if copy is None else copy.view(shape)
         return Run(
             start=start,
             stop=stop,
@@ -115,6 +128,7 @@ class Shard:
             value=value,
             grad=grad,
             state=self._state(first.slot.name, value),
+            copy=copy,
         )
 
     def _state(self, name: str, value: Tensor) -> dict[str, Tensor]:

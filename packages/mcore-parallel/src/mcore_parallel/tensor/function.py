@@ -140,6 +140,11 @@ def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Ten
     if parameter is None:
         return linear.weight_grad(dy, x)
     linear.weight_grad(dy, x, out=main_grad(parameter))
+    return added_to_main(parameter)
+
+
+def added_to_main(parameter: Any) -> Tensor:
+    """Say that a gradient is in `main_grad`; return the tensor without meaning for autograd."""
     parameter.grad_added_to_main = True
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like

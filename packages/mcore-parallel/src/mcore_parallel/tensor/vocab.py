@@ -8,6 +8,8 @@ Parameters start at zero; `mcore_parallel.spec.initialise` or a load by layout f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,10 +19,11 @@ from mcore_parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
+from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import LinearOp, TorchLinear
 from mcore_parallel.spec import Init, ParamSpec, join
-from mcore_parallel.tensor.function import parallel_linear
+from mcore_parallel.tensor.function import added_to_main, parallel_linear
 from mcore_parallel.tensor.linear import DEFAULT_INIT, ZEROS
 from mcore_parallel.tensor.partition import VocabShard, check_tokens
 
@@ -36,6 +39,9 @@ class VocabParallelEmbedding(nn.Module):
         group: the ranks over which to cut; None: this process alone.
         sequence_parallel: the result is [T/size, H], my rows.
         multiple_of: pad the rows of each rank to a multiple of this.
+        accumulate: add gradients to the table's `main_grad` where it has one, a row for each token,
+            instead of making one of the whole table (see `parallel_linear`). Not for a table that
+            other operators use too.
         init: initial values.
         device, dtype: of the table.
 
@@ -56,6 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         group: Group | None = None,
         sequence_parallel: bool = False,
         multiple_of: int = 1,
+        accumulate: bool = False,
         init: Init = DEFAULT_INIT,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -63,6 +70,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = group or Group.single()
         self.shard = VocabShard.of(num_embeddings, self.group, multiple_of)
+        self.accumulate = accumulate
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.sequence_parallel = sequence_parallel
@@ -74,15 +82,22 @@ class VocabParallelEmbedding(nn.Module):
         """Return the vectors of `tokens` [T] (more dimensions may follow), see the class."""
         self._check(tokens)
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._look_up(tokens)
         local = tokens - self.shard.start
         elsewhere = (local < 0) | (local >= self.shard.real)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        # Any row for what is elsewhere, but not the same: their gradients, zeros, are added there.
+        found = self._look_up(torch.where(elsewhere, tokens % self.shard.rows, local))
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if not self.sequence_parallel:
             return reduce_from_group(found, self.group)
         check_tokens("VocabParallelEmbedding", tokens.shape[0], self.group.size)
         return reduce_scatter_sequence(found, self.group)
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        if self.accumulate and getattr(self.weight, "main_grad", None) is not None:
+            found: Tensor = _LookUp.apply(self.weight, rows)  # type: ignore[no-untyped-call]
+            return found
+        return F.embedding(rows, self.weight)
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.device.type != "cpu" or not tokens.numel():
@@ -102,6 +117,28 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """For printing."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.group.size}"
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table; gradients are added to its `main_grad`, in the same order each time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+        # The parameter itself: a saved tensor need not come back as the object with the attributes.
+        ctx.weight = weight
+        ctx.save_for_backward(rows)
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        (rows,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        buffer = main_grad(ctx.weight)
+        values = dy.reshape(-1, dy.shape[-1]).to(buffer.dtype)
+        buffer.index_put_((rows.reshape(-1),), values, accumulate=True)
+        return added_to_main(ctx.weight), None
 
 
 class VocabParallelHead(nn.Module):

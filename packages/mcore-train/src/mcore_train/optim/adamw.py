@@ -6,18 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_kernels.protocols import AdamOp
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay on fp32 tensors of any shape, element by element.
 
-    Satisfies `mcore_parallel.protocols.UpdateRule`. With m and v the bias-corrected moments,
+    Satisfies `mcore_parallel.protocols.OnePassRule`. With m and v the bias-corrected moments,
     value ← value·(1 − lr·weight_decay) − lr·m/(√v + eps) (Loshchilov & Hutter, 2019).
+    `op` does it all in one pass; without it torch's operators do.
     """
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    op: AdamOp | None = None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -39,17 +43,12 @@ class AdamW:
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update `value` and the moments in place; `step` counts from 1.
-
-        On CUDA in one pass, by the kernel behind `torch.optim.AdamW(fused=True)`.
-        """
+        """Update `value` and the moments in place; `step` counts from 1."""
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        if value.is_cuda:
-            count = torch.full((), float(step), device=value.device)
-            torch._fused_adamw_(
-                [value], [grad], [mean], [square], [], [count],
-                lr=lr, beta1=self.beta1, beta2=self.beta2, weight_decay=weight_decay,
-                eps=self.eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        if self.op is not None:
+            self.op(
+                value, grad, mean, square, lr=lr, weight_decay=weight_decay, step=step,
+                beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             )  # fmt: skip
             return
         mean.lerp_(grad, 1 - self.beta1)
@@ -59,3 +58,35 @@ class AdamW:
         correction = (1 - self.beta2**step) ** 0.5
         denominator = square.sqrt().div_(correction).add_(self.eps)
         value.addcdiv_(mean, denominator, value=-lr / (1 - self.beta1**step))
+
+    @torch.no_grad()
+    def update_once(
+        self,
+        value: Tensor,
+        grad: Tensor,
+        state: MutableMapping[str, Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+        copy: Tensor | None,
+    ) -> None:
+        """As `update` with `grad · grad_scale`, and then `copy` is `value` rounded to its dtype.
+
+        Without `op` the gradient is scaled in place.
+        """
+        if self.op is None:
+            scaled = grad if grad_scale == 1.0 else grad.mul_(grad_scale)
+            self.update(value, scaled, state, lr=lr, weight_decay=weight_decay, step=step)
+            if copy is not None:
+                copy.copy_(value)
+            return
+        scale = None
+        if grad_scale != 1.0:
+            scale = torch.full((), grad_scale, dtype=torch.float32, device=value.device)
+        self.op(
+            value, grad, state["exp_avg"], state["exp_avg_sq"], lr=lr, weight_decay=weight_decay,
+            step=step, beta1=self.beta1, beta2=self.beta2, eps=self.eps, grad_scale=scale,
+            copy=copy,
+        )  # fmt: skip
