@@ -168,12 +168,12 @@ def config_class(family: str) -> Any:
     return getattr(transformers, FAMILIES[family][0] + "Config")
 
 
-def random_model(family: str) -> Any:
+def random_model(family: str, **changes: Any) -> Any:
     """The same model each time; vectors are not what they begin with."""
     kind, fields = FAMILIES[family]
     torch.manual_seed(0)
     model = getattr(transformers, _CLASSES.get(kind, kind + "ForCausalLM"))(
-        config_class(family)(**fields)
+        config_class(family)(**{**fields, **changes})
     )
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
