@@ -90,7 +90,7 @@ def _recurrent(part: Any) -> Any:
 def _experts(model: ModelConfig, moe: MoEConfig) -> MoEConfig:
     """Return experts without what matters to training alone."""
     defaults = {field.name: field.default for field in fields(moe)}
-    kept = {name: defaults[name] for name in TRAINING_FIELDS}
+    kept: dict[str, Any] = {name: defaults[name] for name in TRAINING_FIELDS}
     kept["correction_rate"] = None if moe.correction_rate is None else 0.0
     if moe.num_groups == 1:
         kept |= {"top_groups": 1, "group_score_experts": 1}

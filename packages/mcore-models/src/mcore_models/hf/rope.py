@@ -122,7 +122,7 @@ class Rope:
         return found
 
     def _kind(self, given: Mapping[str, Any]) -> str:
-        kind = given.get("rope_type", given.get("type", "default"))
+        kind: str = given.get("rope_type", given.get("type", "default"))
         return dict(self.aliases).get(kind, kind)
 
     def _read_share(

@@ -119,7 +119,7 @@ class Choice:
 
     theirs: str
     ours: str
-    values: tuple[tuple[str, Any], ...]
+    values: tuple[tuple[Any, Any], ...]
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Take over what the value means."""
