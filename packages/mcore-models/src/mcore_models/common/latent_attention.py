@@ -25,6 +25,7 @@ from mcore_parallel import (
     gather_sequence,
 )
 from mcore_parallel.context import context_attention
+from mcore_parallel.protocols import AttentionGradOp
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
 
 
@@ -77,9 +78,10 @@ class LatentAttention(nn.Module):
         self._rope = build.kernels.rope
         self._over_latents = _attention_of_size(build, latent.kept_dim)
         self._shares = build.mesh.cp.size
-        self._attention: AttentionOp = _attention_of_size(build, latent.query_dim)
+        op = _attention_of_size(build, latent.query_dim)
+        self._attention: AttentionOp = op
         if self._shares > 1:
-            kind, op = build.mesh.config.context_kind_of(layer_index), self._attention
+            kind = build.mesh.config.context_kind_of(layer_index)
             self._attention = build.shared(
                 ("latent", kind), lambda: context_attention(kind, build.mesh.cp, op)
             )
@@ -96,7 +98,7 @@ class LatentAttention(nn.Module):
         named = zip(self.down.parts, self.down.split(self.down(hidden)), strict=True)
         pressed = {part.name: rows for part, rows in named}
         q: Tensor = self.q(self.q_down_norm(pressed["q_down"]) if "q_down" in pressed else hidden)
-        q = q.unflatten(1, (self._heads, self.config.query_dim))
+        q = q.view(q.shape[0], self._heads, self.config.query_dim)
         c: Tensor = self.kv_down_norm(pressed["kv_down"])
         k_rope = pressed["k_rope"]
         # Every rank's heads use it, so that its gradient is summed over the ranks.
@@ -120,11 +122,12 @@ class LatentAttention(nn.Module):
         """Attention [T, Q, Dv] of the batch's tokens to each other, their keys and values made."""
         heads = self._heads
         made: Tensor = self.kv_up(rows.c)
-        k_plain, v = (part.unflatten(1, (heads, -1)) for part in self.kv_up.split(made))
+        k_plain, v = self.kv_up.split(made)
+        k_plain = k_plain.reshape(len(made), heads, self.config.head_dim)
         mixed, _ = self._attention(
             torch.cat([rows.q_plain, rows.q_rope], -1),
             torch.cat([k_plain, rows.k_rope.expand(-1, heads, -1)], -1),
-            v,
+            v.reshape(len(made), heads, self.config.value_dim),
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_k=batch.cu_seqlens,
             max_seqlen_q=batch.max_seqlen,
@@ -145,7 +148,7 @@ class LatentAttention(nn.Module):
         (kept,), bounds, longest = cache.append(self.layer_index, (new,))
         if kept.shape[0] == new.shape[0]:
             return None
-        k_up, v_up = torch.split(self.kv_up.weight, self.kv_up.local_sizes)
+        k_up, v_up = torch.split(self.kv_up.weight, list(self.kv_up.local_sizes))
         k_up = k_up.view(self._heads, latent.head_dim, latent.kv_rank)
         v_up = v_up.view(self._heads, latent.value_dim, latent.kv_rank)
         through = torch.einsum("thd,hdr->thr", rows.q_plain, k_up)
@@ -196,7 +199,7 @@ def _column(
     )
 
 
-def _attention_of_size(build: BuildContext, size: int) -> AttentionOp:
+def _attention_of_size(build: BuildContext, size: int) -> AttentionGradOp:
     """The attention that runs with heads of so many channels, of those that the model may use."""
     kernels = build.kernels
     if kernels.target.head_dim == size:

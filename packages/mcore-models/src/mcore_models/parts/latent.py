@@ -79,7 +79,7 @@ class LatentAttentionConfig:
         cos and sin, which turn some channels only, are multiplied by a quotient of two such terms;
         the divisor is put back here for all channels (DeepSeek's `mscale_all_dim`).
         """
-        plain = self.query_dim**-0.5
+        plain = 1 / math.sqrt(self.query_dim)
         if rope.scaling != "yarn" or not rope.mscale_all_dim:
             return plain
         return plain * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
