@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mcore_ckpt
+from mcore_ckpt import plans
 from mcore_ckpt.asynchronous import AsyncSaver
 from mcore_ckpt.engine import ChunkData, Writing
 from mcore_ckpt.snapshot import HostMemory
@@ -244,6 +245,7 @@ ENDS = """
 import os, signal, sys, threading, time
 import torch
 import mcore_ckpt
+from mcore_ckpt import plans
 from mcore_ckpt.tensorstore_engine import TensorstoreEngine
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
@@ -455,3 +457,34 @@ def test_the_memory_of_a_save(ranks: RankPool, tmp_path: Path) -> None:
     for size, taken in ranks.run(memory_of_a_save, 2, tmp_path):
         assert size == 48 << 20
         assert size <= taken < size + 8 * (4 << 20)
+
+
+def count_plans(folder: Path) -> list[int]:
+    """Save four times, the third time with a tensor more on one rank; return the plans made."""
+    group = Group.world()
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver(group) as saver:
+        original = plans.plan_save
+
+        def counting(*args: Any, **options: Any) -> Any:
+            made.append(1)
+            return original(*args, **options)
+
+        patch.setattr(plans, "plan_save", counting)
+        counts = []
+        for step in range(1, 5):
+            held = shard(group, step)
+            if step > 2 and group.rank == 1:
+                layout = TensorLayout.whole("model/more", (2,))
+                held["more"] = LayoutTensor(torch.full((2,), float(step)), layout)
+            path = saver.save(folder, step=step, tensors=held, chunk_bytes=16).wait()
+            counts.append(len(made))
+            opened = mcore_ckpt.open(path)
+            assert list(opened) == ["model/more", "model/w"][step < 3 :]
+            assert all(bool((tensor == step).all()) for tensor in opened.values())
+            all_reduce(torch.ones(1), group)  # nobody goes on before all have looked
+    return counts
+
+
+def test_the_plan_is_made_once_for_each_layout(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(count_plans, 2, tmp_path) == [[1, 1, 2, 2]] * 2

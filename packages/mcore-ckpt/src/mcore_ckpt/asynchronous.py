@@ -22,6 +22,7 @@ from mcore_ckpt.engine import Engine
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.local import save_local
 from mcore_ckpt.manifest import check_json
+from mcore_ckpt.plans import Plans
 from mcore_ckpt.saving import DEFAULT_EXCHANGE_BYTES, save
 from mcore_ckpt.snapshot import HostMemory
 from mcore_ckpt.storage import Storage
@@ -106,6 +107,7 @@ class AsyncSaver:
             group.ranks, name="checkpoints", backend="gloo", timeout=group.timeout
         )
         self._memory = HostMemory()
+        self._plans = Plans()
         self._pending: PendingSave | None = None
         self._completed: list[PendingSave] = []
         self._thread: threading.Thread | None = None
@@ -159,6 +161,7 @@ class AsyncSaver:
                 storage=storage,
                 engine=engine,
                 cancel=pending.cancel,
+                plans=self._plans,
             )
 
         return self._request(PendingSave(step), directory, tensors, state, write)

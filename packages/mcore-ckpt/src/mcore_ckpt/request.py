@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt.manifest import Json, check_json
-from mcore_ckpt.planning import describe
 from mcore_parallel.collectives import all_gather_object
 from mcore_parallel.group import Group
-from mcore_parallel.layout import LayoutTensor
 
 
 def make_request(
@@ -22,7 +20,6 @@ def make_request(
     chunk_bytes: int,
     exchange_bytes: int,
     state: Mapping[str, Any],
-    tensors: Mapping[str, LayoutTensor],
 ) -> dict[str, Any]:
     """Return what one rank tells the others before a save; ValueError when it cannot be saved."""
     if not isinstance(step, int) or step < 0:
@@ -36,7 +33,6 @@ def make_request(
         "chunk_bytes": chunk_bytes,
         "exchange_bytes": exchange_bytes,
         "state": _digest(check_json(state)),
-        "tensors": describe(tensors),
     }
 
 

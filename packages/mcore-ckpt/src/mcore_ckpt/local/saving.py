@@ -71,9 +71,8 @@ def save_local(
             chunk_bytes=DEFAULT_CHUNK_BYTES,
             exchange_bytes=piece_bytes,
             state=state,
-            tensors=tensors,
         )
-        request["tensors"] = None  # each rank keeps its own
+        describe(tensors)  # finds what cannot be saved while all ranks listen
         return {**request, "save": uuid.uuid4().hex[:16], "host": host or socket.gethostname()}
 
     requests = together(group, what, ask)
