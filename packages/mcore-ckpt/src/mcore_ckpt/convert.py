@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.commit import Status, scan
 from mcore_ckpt.hf.architecture import Architecture, architecture_for, find_architecture
 from mcore_ckpt.hf.config import check_shapes, config_file, converted
-from mcore_ckpt.hf.folder import CONFIG, GENERATION, HFFolder
+from mcore_ckpt.hf.folder import CONFIG, GENERATION
 from mcore_ckpt.hf.format import size_of
 from mcore_ckpt.hf.sink import SafetensorsSink
 from mcore_ckpt.hf.tokenizer import special_ids, tokenizer_files
 from mcore_ckpt.hf.writer import DEFAULT_SHARD_BYTES, check_empty
+from mcore_ckpt.opening import CONFIGS, STATE, TOKENIZER, Weights, detect, open_weights
 from mcore_ckpt.sinks import CheckpointSink
-from mcore_ckpt.sources import CheckpointWeights, MappedSource, TensorSink, TensorSource, metas
+from mcore_ckpt.sources import Joined, MappedSource, TensorSink, TensorSource, metas
 from mcore_ckpt.storage import LocalStorage
 from mcore_parallel.mapping import TensorMeta
 
-KINDS = ("hf", "native")
-_TOKENIZER, _CONFIGS = "tokenizer/", "hf/"
+KINDS = ("hf", "native", "dcp", "megatron", "auto")
+"""What can be read. "auto" is whichever of the others is there."""
+WRITTEN = ("hf", "native", "dcp")
+"""What can be written."""
+WEIGHTS = "model"
+"""What the weights are called, where optimizer state has the name of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +41,6 @@ class Converted:
     num_tensors: int
     num_bytes: int
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """A model under our names, wherever it is read from.
-
-    model: as JSON, the way a checkpoint's state has it under `config.model`. files: beside the
-    tensors: `tokenizer/…`, and `hf/config.json` and others as they came from Hugging Face.
-    """
-
-    source: TensorSource
-    model: Mapping[str, Any]
-    files: Mapping[str, bytes]
-    step: int = 0
 
 
 def convert(
@@ -64,11 +54,14 @@ def convert(
     """Write the weights of `source` as `target`; each is a kind and a path.
 
     Kinds: `hf`, a Hugging Face folder; `native`, a checkpoint of ours (to read: or the directory of
-    several, then the newest; to write: that directory). One tensor is in memory at a time.
-    Tokenizer files and configs are carried along; optimizer state is not.
+    several, then the newest; to write: that directory); `dcp`, a folder of
+    `torch.distributed.checkpoint`; to read alone: `megatron`, any of Megatron-LM's formats, and
+    `auto`, whichever of these it is. One tensor is in memory at a time. Tokenizer files and configs
+    are carried along. So is optimizer state from `dcp` and `megatron` to `native`, and from
+    anything to `dcp`.
 
-    dtype: of floating-point tensors; default: as they are, bit for bit.
-    max_shard_bytes: size at which `hf` begins another file.
+    dtype: of floating-point weights; default: as they are, bit for bit.
+    max_shard_bytes: size at which `hf` and `dcp` begin another file.
     known: architectures by name, looked at before those that installed packages register.
 
     Raises:
@@ -77,15 +70,18 @@ def convert(
             model; a field is not supported, or a tensor does not fit; names file and field.
         CheckpointError: the source is damaged; names the file.
     """
-    for kind, _ in (source, target):
-        if kind not in KINDS:
-            raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-    path = Path(target[1]).absolute()
+    for kind, kinds in ((source[0], KINDS), (target[0], WRITTEN)):
+        if kind not in kinds:
+            raise ValueError(f"kind {kind!r} is none of {', '.join(kinds)}")
+    path, place = Path(target[1]).absolute(), Path(source[1])
     check_target(target[0], path)
-    place = Path(source[1])
-    weights = _open_hf(place, known) if source[0] == "hf" else _open_native(place)
+    kind = detect(place) if source[0] == "auto" else source[0]
+    moments = target[0] == "dcp" or (target[0] == "native" and kind in ("dcp", "megatron"))
+    weights = open_weights(kind, place, known, moments=moments)
     if target[0] == "native":
         return _to_native(weights, path, dtype)
+    if target[0] == "dcp":
+        return _to_dcp(weights, path, dtype, max_shard_bytes)
     return _to_hf(weights, path, dtype, max_shard_bytes, known)
 
 
@@ -98,47 +94,60 @@ def check_target(kind: str, path: Path) -> None:
     check_empty(path)
 
 
-def _open_hf(path: Path, known: Mapping[str, Architecture] | None) -> _Weights:
-    folder = HFFolder.open(path, known=known)
-    tensors = folder.tensors()
-    source = MappedSource(tensors, folder.mapping.forward(metas(tensors)))
-    source.check_repeats()
-    files = {_TOKENIZER + name: data for name, data in folder.files().items()}
-    files |= {_CONFIGS + name: data for name, data in folder.configs().items()}
-    return _Weights(source=source, model=folder.architecture.to_tree(folder.model), files=files)
-
-
-def _open_native(path: Path) -> _Weights:
-    checkpoint = Checkpoint(path)
-    try:
-        model = checkpoint.state["config"]["model"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{checkpoint.path} has no model architecture in its state") from None
-    files = {
-        name: checkpoint.file(name)
-        for name in checkpoint.manifest.files
-        if name.startswith((_TOKENIZER, _CONFIGS))
-    }
-    source = CheckpointWeights(checkpoint)
-    return _Weights(source=source, model=model, files=files, step=checkpoint.step)
-
-
-def _to_native(weights: _Weights, path: Path, dtype: torch.dtype | None) -> Converted:
-    announced = {name: converted(m, dtype) for name, m in metas(weights.source).items()}
+def _to_native(weights: Weights, path: Path, dtype: torch.dtype | None) -> Converted:
+    source = Joined({f"{kind}/{name}": at for kind, name, at in _tensors(weights)})
+    announced = _announced(source, dtype, f"{WEIGHTS}/")
     sink = CheckpointSink(
         path,
         announced,
         step=weights.step,
-        state={"config": {"model": dict(weights.model)}},
+        state=weights.state(),
         files=weights.files,
+        prefix="",
     )
     with sink:
-        _copy(weights.source, sink, announced)
+        _copy(source, sink, announced)
     return _summary(sink.path, announced)
 
 
+def _to_dcp(
+    weights: Weights, path: Path, dtype: torch.dtype | None, max_shard_bytes: int
+) -> Converted:
+    from mcore_ckpt.dcp.sink import DcpSink  # it loads torch.distributed.checkpoint
+
+    paths = {
+        ".".join(keys): (keys, at)
+        for kind, name, at in _tensors(weights)
+        for keys in [(kind, name) if kind == WEIGHTS else ("optimizer", "state", name, kind)]
+    }
+    source = Joined({key: at for key, (_, at) in paths.items()})
+    announced = _announced(source, dtype, f"{WEIGHTS}.")
+    state = json.dumps({**weights.state(), "step": weights.step})
+    tensors = {paths[key][0]: meta for key, meta in announced.items()}
+    with DcpSink(path, tensors, objects={(STATE,): state}, max_file_bytes=max_shard_bytes) as sink:
+        _copy(source, sink, announced)
+    return _summary(path, announced)
+
+
+def _tensors(weights: Weights) -> Iterator[tuple[str, str, tuple[TensorSource, str]]]:
+    """Yield kind and name of every tensor, and where it is."""
+    for kind, source in {WEIGHTS: weights.source, **weights.moments}.items():
+        for name in source:
+            yield kind, name, (source, name)
+
+
+def _announced(
+    source: TensorSource, dtype: torch.dtype | None, prefix: str
+) -> dict[str, TensorMeta]:
+    """Return what will be written; only weights, whose names begin with `prefix`, are converted."""
+    return {
+        name: converted(meta, dtype if name.startswith(prefix) else None)
+        for name, meta in metas(source).items()
+    }
+
+
 def _to_hf(
-    weights: _Weights,
+    weights: Weights,
     path: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
@@ -155,11 +164,11 @@ def _to_hf(
     check_shapes(ours, architecture.shapes(model))
     source = MappedSource(weights.source, architecture.mapping(model).inverse(ours))
     announced = {name: converted(meta, dtype) for name, meta in metas(source).items()}
-    beside = _below(weights.files, _TOKENIZER)
+    beside = _below(weights.files, TOKENIZER)
     files = tokenizer_files(beside)
     if base is None:
         base = special_ids(files)
-    if generation := weights.files.get(_CONFIGS + GENERATION):
+    if generation := weights.files.get(CONFIGS + GENERATION):
         files[GENERATION] = generation
     files[CONFIG] = config_file(architecture, model, base, announced)
     with SafetensorsSink(path, announced, files=files, max_shard_bytes=max_shard_bytes) as sink:
@@ -169,8 +178,8 @@ def _to_hf(
     return replace(_summary(path, announced), notes=tuple(notes if left_out else ()))
 
 
-def _base_config(weights: _Weights) -> dict[str, Any] | None:
-    data = weights.files.get(_CONFIGS + CONFIG)
+def _base_config(weights: Weights) -> dict[str, Any] | None:
+    data = weights.files.get(CONFIGS + CONFIG)
     return None if data is None else dict(json.loads(data))
 
 

@@ -82,26 +82,56 @@ def check_announced(
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint of ours as a source, under their names without `model/`."""
+    """The weights of a checkpoint of ours as a source, under their names without `model/`.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    prefix: of other tensors in place of the weights, such as "exp_avg/".
+    """
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str = MODEL) -> None:
         self.checkpoint = checkpoint
+        self._prefix = prefix
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(MODEL) for name in self.checkpoint if name.startswith(MODEL))
+        prefix = self._prefix
+        return (name.removeprefix(prefix) for name in self.checkpoint if name.startswith(prefix))
 
     def meta(self, name: str) -> TensorMeta:
         """Return a tensor's shape and dtype; KeyError when there is none."""
-        info = self.checkpoint.info(MODEL + name)
+        info = self.checkpoint.info(self._prefix + name)
         return TensorMeta(info.shape, stored_type(info.dtype).torch)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a region, every chunk of it compared with its checksum."""
-        return self.checkpoint.read(MODEL + name, box)
+        return self.checkpoint.read(self._prefix + name, box)
 
     def where(self, name: str) -> str:
         """Return the directory of the tensor's chunks."""
-        return str(self.checkpoint.path / (MODEL + name))
+        return str(self.checkpoint.path / (self._prefix + name))
+
+
+class Joined:
+    """Tensors of several sources as one: `tensors` says of each name where it is."""
+
+    def __init__(self, tensors: Mapping[str, tuple[TensorSource, str]]) -> None:
+        self._tensors = dict(tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def meta(self, name: str) -> TensorMeta:
+        """Return a tensor's shape and dtype; KeyError when there is none."""
+        source, own = self._tensors[name]
+        return source.meta(own)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a region (default: all) of a tensor."""
+        source, own = self._tensors[name]
+        return source.read(own, box)
+
+    def where(self, name: str) -> str:
+        """Return where a tensor is stored, for messages."""
+        source, own = self._tensors[name]
+        return source.where(own)
 
 
 class MappedSource:
