@@ -47,9 +47,7 @@ class FlashPlan:
             return q.new_zeros(*q.shape[:2], v.shape[2]), lse
         out, lse = self._run_forward(q, k, v)
         out = out[..., : v.shape[-1]]
-        # The kernel marks by an infinity a query that sees no key, and one whose scores are NaN.
-        nothing = torch.where(out[..., 0].isnan(), torch.nan, -torch.inf)
-        lse = torch.where(lse.t().isinf(), nothing, lse.t())
+        lse = self._as_promised(out, lse.t())
         stray = self._stray(q, self.segments.cu_seqlens_q)
         if stray is not None:
             out = out.masked_fill(stray[:, None, None], 0.0)
@@ -62,7 +60,10 @@ class FlashPlan:
         """See `mcore_kernels.ops.attention.base.Plan`."""
         if not q.numel() or not k.shape[0]:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        heads_first = lse.t().masked_fill(lse.t() == -torch.inf, torch.inf).contiguous()
+        heads_first = lse.t()
+        if self.segments.uniform is None:  # else every query sees itself
+            heads_first = heads_first.masked_fill(heads_first == -torch.inf, torch.inf)
+        heads_first = heads_first.contiguous()
         grads = self._run_backward(grad_out, q, k, v, out, heads_first)
         dq, dk, dv = (grad[..., : x.shape[-1]] for x, grad in zip((q, k, v), grads, strict=True))
         stray_q = self._stray(q, self.segments.cu_seqlens_q)
@@ -72,6 +73,14 @@ class FlashPlan:
             dk = dk.masked_fill(stray_k[:, None, None], 0.0)
             dv = dv.masked_fill(stray_k[:, None, None], 0.0)
         return dq, dk, dv
+
+    def _as_promised(self, out: Tensor, lse: Tensor) -> Tensor:
+        """The log-sum-exp [T, Q] of the operator from that of the kernel.
+
+        It marks by +inf a query that sees no key, and one whose scores are NaN.
+        """
+        nothing = torch.where(out[..., 0].isnan(), torch.nan, -torch.inf)
+        return torch.where(lse == torch.inf, nothing, lse)
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The kernel's output [T, Q, Dv or more] and log-sum-exp [Q, T]."""

@@ -57,6 +57,11 @@ class Flash4Plan(FlashPlan):
             return self.other.backward(grad_out, q, k, v, out=out, lse=lse)
         return super().backward(grad_out, q, k, v, out=out, lse=lse)
 
+    def _as_promised(self, out: Tensor, lse: Tensor) -> Tensor:
+        # A query that sees no key has -inf, which is right, and so has one whose scores are NaN:
+        # its output tells. The sum is one small kernel where a choice would be several.
+        return torch.add(lse, out[..., 0], alpha=0)
+
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = interface._flash_attn_fwd(
             *(self._in_place(x) for x in (q, k, v)), return_lse=True, **self._options()
