@@ -13,7 +13,7 @@ import torch
 import mcore_ckpt
 from mcore_ckpt.convert import convert
 from mcore_ckpt.hf import SafetensorsFolder
-from mcore_models.hf import LLAMA
+from mcore_models.hf import LLAMA, MIXTRAL, differences
 from mcore_parallel import ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train.config import TrainConfig
@@ -137,6 +137,26 @@ def test_what_was_trained_goes_back_into_a_folder(folder: Path, tmp_path: Path) 
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == 97
     again = pretrain(config(folder, steps=3, checkpoint={"directory": str(run)}), nproc=1)
     assert (again.first_step, again.step) == (2, 3)  # its own checkpoint, not the folder
+
+
+def test_what_training_adds_to_experts_is_not_of_the_folder(tmp_path: Path) -> None:
+    """Balance losses of a run's own, and what routers remember for them, neither in nor out."""
+    pytest.importorskip("transformers")
+    import families
+    import folders
+
+    source = folders.save(families.random_model("mixtral"), tmp_path / "hf")
+    run = tmp_path / "run"
+    moe = {"aux_loss_scope": "global", "aux_loss_coefficient": 0.1, "z_loss_coefficient": 0.01}
+    made = config(source, steps=2, model={"moe": moe}, checkpoint={"directory": str(run)})
+    assert pretrain(made, nproc=1).step == 2
+    assert mcore_ckpt.open(run).read("model/layers.0.moe.router.load").any()
+    convert(("native", run), ("hf", tmp_path / "out"))
+    back, original = SafetensorsFolder(tmp_path / "out"), SafetensorsFolder(source)
+    assert set(back) == set(original)
+    config_of = {f: json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "out")}
+    ours, theirs = map(MIXTRAL.read_config, config_of.values())
+    assert not list(differences(ours, theirs))
 
 
 @pytest.mark.parametrize(
