@@ -143,6 +143,10 @@ def test_one_snapshot_of_memory_is_kept_and_used_again() -> None:
     assert second["w"].tensor.data_ptr() == at
     assert memory.num_bytes == size
     assert bool((second["w"].tensor == 2).all())
+    with AsyncSaver() as saver:
+        saver.prepare(tensors(1))
+        assert saver._memory.num_bytes == size
+        assert saver.wait() == []
     memory.take({"w": tensors(3)["w"]})
     assert memory.num_bytes == size - 8  # what is no longer saved is not kept
     transposed = LayoutTensor(torch.arange(60.0).view(5, 12).T, TensorLayout.whole("w", SHAPE))

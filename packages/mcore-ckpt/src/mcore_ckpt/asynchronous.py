@@ -119,6 +119,15 @@ class AsyncSaver:
         """The save that nobody has waited for yet; None when there is none."""
         return self._pending
 
+    def prepare(self, tensors: Mapping[str, LayoutTensor]) -> None:
+        """Get the memory for saves of these tensors now, so that the first one is no slower.
+
+        Raises:
+            RuntimeError: there is not enough of it.
+        """
+        self._join()
+        self._memory.take(tensors)
+
     def save(
         self,
         directory: str | os.PathLike[str],

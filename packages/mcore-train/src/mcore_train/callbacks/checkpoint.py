@@ -34,6 +34,7 @@ class SaveCheckpoints(Callback):
             self.requested_step = trainer.step
         if self.config.asynchronous:
             self.saver = AsyncSaver(trainer.session.mesh.world)
+            self.saver.prepare(trainer.session.optimizer.state_tensors())
 
     def after_step(self, trainer: Trainer) -> None:
         """Tell of a save that has been completed; save when an interval is full."""
