@@ -115,11 +115,10 @@ def _to_dcp(
 ) -> Converted:
     from mcore_ckpt.dcp.sink import DcpSink  # it loads torch.distributed.checkpoint
 
-    paths = {
-        ".".join(keys): (keys, at)
-        for kind, name, at in _tensors(weights)
-        for keys in [(kind, name) if kind == WEIGHTS else ("optimizer", "state", name, kind)]
-    }
+    paths: dict[str, tuple[tuple[str, ...], tuple[TensorSource, str]]] = {}
+    for kind, name, at in _tensors(weights):
+        keys = (kind, name) if kind == WEIGHTS else ("optimizer", "state", name, kind)
+        paths[".".join(keys)] = keys, at
     source = Joined({key: at for key, (_, at) in paths.items()})
     announced = _announced(source, dtype, f"{WEIGHTS}.")
     state = json.dumps({**weights.state(), "step": weights.step})
