@@ -3,6 +3,10 @@
 import argparse
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcore_models.config import ModelConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,8 +26,18 @@ def main(argv: list[str] | None = None) -> int:
         "shape", help="print one model's shape as JSON, for `mcore-parallel cost --model FILE`"
     )
     shape.add_argument("preset", help="a name from `mcore-models presets`")
+    memory = commands.add_parser(
+        "memory", help="lay one model out over ranks, and print what a rank of each stage holds"
+    )
+    memory.add_argument("preset", help="a name from `mcore-models presets`")
+    memory.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    memory.add_argument(
+        "--layout", required=True, metavar="TEXT", help="such as 'pp=16,ep=64' or 'tp=8,pp=4,sp'"
+    )
     args = parser.parse_args(argv)
     try:
+        if args.command == "memory":
+            return _memory(args.preset, args.layout, args.world)
         if args.command == "shape":
             return _shape(args.preset)
         return _presets() if args.command == "presets" else _show(args.preset, args.seq_length)
@@ -41,9 +55,13 @@ def _presets() -> int:
         config = preset(name)
         print(
             f"{name:<20}{count_parameters(config).total:>16,}{config.num_layers:>8}"
-            f"{config.hidden_size:>8}{config.num_heads:>7}{config.vocab_size:>9}"
+            f"{config.hidden_size:>8}{_heads(config):>7}{config.vocab_size:>9}"
         )
     return 0
+
+
+def _heads(config: "ModelConfig") -> int:
+    return config.latent.num_heads if config.latent is not None else config.num_heads
 
 
 def _shape(name: str) -> int:
@@ -54,6 +72,16 @@ def _shape(name: str) -> int:
     from mcore_parallel.cost.files import shape_to_json
 
     print(json.dumps(shape_to_json(model_shape(preset(name))), indent=1))
+    return 0
+
+
+def _memory(name: str, layout: str, world: int) -> int:
+    from mcore_models.memory import memory_per_rank, table
+    from mcore_models.presets import preset
+    from mcore_parallel import ParallelConfig
+
+    print(table(memory_per_rank(preset(name), ParallelConfig.parse(layout), world)))
+    print("GiB of a rank in training with bf16 weights, besides activations")
     return 0
 
 

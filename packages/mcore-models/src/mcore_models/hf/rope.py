@@ -85,7 +85,7 @@ class Rope:
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Say it, unless `config` says the same already."""
-        if not model.num_heads:
+        if not model.num_heads and model.latent is None:
             return
         if self._says(config, model) and (self.base in config or "rope_parameters" in config):
             return
