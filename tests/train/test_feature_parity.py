@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, ParallelMesh
@@ -15,6 +16,7 @@ from mcore_train.config import TrainConfig
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.parity import comparable, compare, record, record_rank
 from mcore_train.parity.metric import Record
+from mcore_train.session import build_session
 
 sys.path.append(str(Path(__file__).parent))
 from toy import toy, write_tokens
@@ -80,10 +82,11 @@ LAYOUTS = [
     ("gemma", 4, "tp=4"),  # a key head lies on two ranks
     ("gemma", 4, f"cp=2,tp=2,sp,{EVERY_KIND}"),
     ("gemma", 2, "pp=2"),
-    ("gemma", 2, "ep=2"),
+    ("gemma", 2, "ep=2,lanes=2"),
     ("olmo", 4, "tp=4,sp"),
     ("olmo", 2, f"cp=2,{EVERY_KIND}"),
     ("olmo", 4, "tp=2,pp=2,schedule=interleaved,chunks=2"),
+    ("olmo", 2, "dp=2,zero=3"),
     ("neox", 2, "tp=2,sp"),
 ]
 
@@ -138,6 +141,28 @@ def test_layouts_equal_one_process(
     assert found is not None
     report = compare(alone(model, folder), found, layout=layout, world_size=world)
     assert report.holds, report.first_failure()
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "dp=2,zero=3", "tp=2,sp"])
+def test_frozen_tensors_stay_as_they_are(ranks: RankPool, folder: Path, layout: str) -> None:
+    """Also where a pipeline stage has nothing else; the others learn as in one process."""
+    names = ("embedding.*", "layers.[01].*", "lm_head.*")
+    config = dataclasses.replace(packed("neox", folder), freeze=names)
+    single = record(config, ParallelMesh.single(), STEPS)
+    parallel = ParallelConfig.parse(layout)
+    tree = config_to_tree(dataclasses.replace(config, parallel=parallel))
+    found = ranks.run(record_rank, 2, tree, STEPS, timeout=200)[0]
+    assert single is not None
+    assert found is not None
+    report = compare(single, found, layout=layout, world_size=2)
+    assert report.holds, report.first_failure()
+    assert all(name.startswith(("layers.2", "layers.3", "final_norm")) for name in single.gradients)
+    initial = build_session(config, ParallelMesh.single())
+    for name, parameter in initial.model.named_parameters():
+        if not parameter.requires_grad and f"model/{name}" in found.parameters:
+            assert torch.equal(found.parameters[f"model/{name}"], parameter), name
+    initial.close()
+    initial.buckets.close()
 
 
 def test_a_config_survives_its_file() -> None:

@@ -88,3 +88,18 @@ def test_frozen_weights_and_inputs() -> None:
     weight = torch.ones(8, requires_grad=True)
     kernels.rms_norm(torch.randn(3, 8), weight, 1e-5).sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["reference", "eager"])
+def test_rms_norm_of_heads_that_lie_in_another_order(name: str) -> None:
+    """Heads cut out of wider rows, and gradients with the heads in front: values alone count."""
+    op = resolve("rms_norm", require=name)
+    rows, weight = torch.randn(5, 6, 4), torch.randn(4)
+    heads, grad = rows[:, 1:3], torch.randn(2, 5, 4).transpose(0, 1)
+    results = []
+    for x, dy in ((heads, grad), (heads.contiguous(), grad.contiguous())):
+        leaves = [x.detach().requires_grad_(), weight.clone().requires_grad_()]
+        out = op(*leaves, 1e-5)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
+    for strided, plain in zip(*results, strict=True):
+        torch.testing.assert_close(strided, plain)

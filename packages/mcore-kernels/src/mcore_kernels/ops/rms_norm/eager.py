@@ -48,7 +48,7 @@ class _RmsNorm(torch.autograd.Function):
         if weight is None:
             mean = product.sum(-1, keepdim=True).div_(x.shape[-1])
         else:
-            dweight = product.view(-1, x.shape[-1]).sum(0).to(weight.dtype)
+            dweight = product.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
             factor = _factor(weight, ctx.zero_centered, wide)
             mean = (product @ factor.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
             dy = dy * factor
