@@ -46,6 +46,7 @@ nightly: ## Longer suites; docs/nightly.md has the last figures
 	NIGHTLY=1 $(BIN)/pytest tests/parallel/cost/test_page.py
 	$(BIN)/mcore-train parity --matrix full
 	MCORE_ORACLE_CONFIGS=260 uv run --group oracle pytest tests/data/datasets/test_gpt_oracle.py
+	uv run --group oracle pytest tests/models/megatron/test_oracle.py
 	tools/lowest.sh
 
 clean: ## Remove caches and build outputs
