@@ -80,6 +80,21 @@ def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
         loaded(source)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm-4.5"])
+def test_experts_that_are_stored_together(tmp_path: Path, family: str) -> None:
+    """As transformers holds them, which saves them so when it is told; out they come one by one."""
+    model = random_model(family)
+    one_by_one = folders.save(model, tmp_path / "one")
+    together = folders.save(model, tmp_path / "all", save_original_format=False)
+    original = load_file(one_by_one / "model.safetensors")
+    assert len(load_file(together / "model.safetensors")) < len(original)
+    convert(("hf", together), ("native", tmp_path / "native"), known=ARCHITECTURES)
+    convert(("native", tmp_path / "native"), ("hf", tmp_path / "out"), known=ARCHITECTURES)
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], original[name]) for name in back)
+
+
 def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4 of [in, out]: codes [out, in / 32, 16] and scales [out, in / 32], rounded down."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -6,19 +6,38 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.rules import put
-from mcore_parallel.mapping import Operator, Rename, Stack
+from mcore_parallel.mapping import Inward, Operator, Rename, Split, Stack, Unstack
+
+_BLOCK = "model.layers.{layer}.mlp"
+_NAMES = {part: f"{part}_proj" for part in ("gate", "up", "down")}
 
 
-def expert_operators(
-    block: str = "model.layers.{layer}.mlp", names: Mapping[str, str] | None = None
-) -> Iterator[Operator]:
+def joined_experts(block: str = _BLOCK, names: Mapping[str, str] = _NAMES) -> Inward:
+    """Return what reads experts that are stored together, gate and up in one.
+
+    So transformers 5 holds them, and saves them unless in the original format.
+    """
+    experts = f"{_BLOCK}.experts"
+    apart = {part: f"{experts}.{part}_of_all" for part in ("gate", "up")}
+    operators: list[Operator] = [
+        Split(f"{experts}.gate_up_proj", tuple(apart.values()), dim=1),
+        Rename(f"{experts}.down_proj", f"{experts}.down_of_all"),
+    ]
+    for part, theirs in names.items():
+        one = f"{block}.experts.{{expert}}.{theirs}.weight"
+        operators.append(Unstack(f"{experts}.{part}_of_all", one))
+    if block != _BLOCK:
+        operators.append(Rename(f"{_BLOCK}.gate.weight", f"{block}.gate.weight"))
+    return Inward(tuple(operators))
+
+
+def expert_operators(block: str = _BLOCK, names: Mapping[str, str] = _NAMES) -> Iterator[Operator]:
     """Yield the operators for a router and for experts that are stored one by one.
 
     block: what stands before `gate.weight` and `experts.{expert}`. names: of the gate, up and down
-        projections there; default `gate_proj` and so on.
+        projections there.
     """
     ours = "layers.{layer}.moe"
-    names = names or {part: f"{part}_proj" for part in ("gate", "up", "down")}
     for part, theirs in names.items():
         stacked = f"{ours}.experts.{part}.weight"
         yield Stack(f"{block}.experts.{{expert}}.{theirs}.weight", stacked)

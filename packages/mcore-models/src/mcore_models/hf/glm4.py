@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.experts import DenseLayers, expert_operators
+from mcore_models.hf.experts import DenseLayers, expert_operators, joined_experts
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Biases, Choice, Field, Ours, give, put, with_defaults
@@ -47,6 +47,7 @@ def _operators(model: ModelConfig) -> Iterator[Operator]:
             Drop(f"{further}.{{a}}.{{b}}.{{c}}.{{d}}.{{e}}"),
         )
     )
+    yield joined_experts()
     yield from decoder_operators(model)
     yield from expert_operators()
     yield Rename(f"{_BLOCK}.gate.e_score_correction_bias", "layers.{layer}.moe.router.correction")

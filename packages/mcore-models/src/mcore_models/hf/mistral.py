@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.experts import expert_operators
+from mcore_models.hf.experts import expert_operators, joined_experts
 from mcore_models.hf.llama import DRESS, SIZES, STACK, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Field, with_defaults
@@ -23,9 +23,10 @@ MISTRAL = Architecture(
 
 
 def _mixtral(model: ModelConfig) -> Iterator[Operator]:
+    block, names = "model.layers.{layer}.block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    yield joined_experts(block, names)
     yield from decoder_operators(model)
-    names = {"gate": "w1", "up": "w3", "down": "w2"}
-    yield from expert_operators("model.layers.{layer}.block_sparse_moe", names)
+    yield from expert_operators(block, names)
 
 
 MIXTRAL = Architecture(

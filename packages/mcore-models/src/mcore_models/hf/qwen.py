@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.experts import expert_operators, set_pattern
+from mcore_models.hf.experts import expert_operators, joined_experts, set_pattern
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Biases, Field, Ours, with_defaults
@@ -80,6 +80,7 @@ class SparseLayers:
 
 
 def _with_experts(model: ModelConfig) -> Iterator[Operator]:
+    yield joined_experts()
     yield from decoder_operators(model)
     yield from expert_operators()
 
