@@ -1,5 +1,6 @@
 """Saving during a run: in the background, with errors, and going on from what is whole."""
 
+import shutil
 import sys
 import threading
 from collections.abc import Iterable
@@ -374,3 +375,17 @@ def test_a_stop_while_saves_are_in_the_background(ranks: RankPool, tmp_path: Pat
     tree = config_to_tree(toy(**fields, checkpoint={"directory": str(whole)}))
     ranks.run(run_rank, 2, tree, timeout=120)
     assert_equal(parts / "step_00000006", whole / "step_00000006")
+
+
+def test_whoever_removes_checkpoints_goes_back(tmp_path: Path) -> None:
+    """A local save does not bring back what came after a checkpoint that was removed."""
+    local = tmp_path / "local"
+    options: dict[str, Any] = {"interval": 2, "local": str(local), "local_interval": 1}
+    cut(config_of(tmp_path, **options), 6)
+    assert [p.name for p in mcore_ckpt.list_checkpoints(tmp_path)][-1] == "step_00000004"
+    shutil.rmtree(tmp_path / "step_00000004")
+    with pytest.warns(RuntimeWarning, match="local save of step 5 .* followed step 4, which is no"):
+        trainer = run(config_of(tmp_path, steps=3, **options))
+    assert not trainer.resumed_locally
+    assert trainer.resumed
+    assert mcore_ckpt.open(tmp_path).step == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
-from mcore_ckpt.local import FoundLocal, find_local, load_local
+from mcore_ckpt.local import FoundLocal, load_local
 from mcore_models.part_configs import TRAINING_FIELDS
 from mcore_parallel import Group
 from mcore_parallel.layout import LayoutTensor
@@ -99,20 +99,6 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
     return found, False
 
 
-def find_local_start(
-    config: CheckpointConfig, start: tuple[mcore_ckpt.Found, bool] | None, group: Group
-) -> FoundLocal | None:
-    """Return the local save to go on from: one of this run, newer than its checkpoint `start`."""
-    if config.local is None or not config.resume:
-        return None
-    found = find_local(config.local, group)
-    if found is None or found.state["config"]["checkpoint"]["directory"] != str(config.directory):
-        return None
-    if start is not None and start[1] and start[0].step >= found.step:
-        return None
-    return found
-
-
 def check_same_model(
     config: TrainConfig, found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool
 ) -> None:
@@ -147,6 +133,19 @@ def _pairs(
             yield f"{prefix}{name}", saved[name], now[name]
 
 
+def _check_complete(
+    found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool, reset_step: bool
+) -> None:
+    """Check that a checkpoint, which may have been converted, has what is asked of it."""
+    if not weights_only and "optimizer" not in found.state:
+        raise ValueError(f"{found.path} holds weights alone: set checkpoint.load with weights_only")
+    if not (weights_only or reset_step) and not {"rng", "data"} <= found.state.keys():
+        raise ValueError(
+            f"{found.path} was converted, and has no place in the data: set checkpoint.load with "
+            f"reset_step, or with weights_only"
+        )
+
+
 def load_state(
     session: Session,
     found: mcore_ckpt.Found | FoundLocal,
@@ -166,6 +165,7 @@ def load_state(
     if isinstance(found, mcore_ckpt.Found) and is_hf(found):
         load_hf_weights(session, found, FREE)
         return Progress(), {}
+    _check_complete(found, weights_only=weights_only, reset_step=reset_step)
     check_same_model(session.config, found, weights_only=weights_only)
     tensors = session.optimizer.state_tensors()
     prefixes = WEIGHTS if weights_only else None

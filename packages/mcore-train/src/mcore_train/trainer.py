@@ -12,12 +12,12 @@ import mcore_ckpt
 from mcore_ckpt import CheckpointError
 from mcore_train.callbacks import Callback
 from mcore_train.config import TrainConfig
+from mcore_train.local_start import find_local_start
 from mcore_train.schedules import learning_rate
 from mcore_train.session import Session
 from mcore_train.state import (
     Progress,
     WhatToSave,
-    find_local_start,
     find_start,
     load_state,
     what_to_save,

@@ -10,6 +10,7 @@ from mcore_ckpt import AsyncSaver, CheckpointError
 from mcore_ckpt.local import save_local
 from mcore_train.callbacks.base import Callback
 from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.local_start import local_state
 
 if TYPE_CHECKING:
     from mcore_train.trainer import Trainer
@@ -98,15 +99,16 @@ class SaveCheckpoints(Callback):
             self._completed(trainer, step, path)
 
     def _save_locally(self, trainer: Trainer) -> None:
+        self._collect(trainer, wait=True)
         config, what = self.config, trainer.what_to_save()
         assert config.local is not None
+        state = local_state(what, trainer.checkpoint)
         if self.saver is not None:
-            self._collect(trainer, wait=True)
             self.saver.save_local(
                 config.local,
                 step=what.step,
                 tensors=what.tensors,
-                state=what.state,
+                state=state,
                 copies=config.local_copies,
             )
             return
@@ -115,7 +117,7 @@ class SaveCheckpoints(Callback):
                 config.local,
                 step=what.step,
                 tensors=what.tensors,
-                state=what.state,
+                state=state,
                 group=trainer.session.mesh.world,
                 copies=config.local_copies,
             )
