@@ -85,7 +85,8 @@ class Rope:
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Say it, unless `config` says the same already."""
-        if not model.num_heads and model.latent is None:
+        whole_head = model.latent is not None and self.default_share is None
+        if not model.num_heads and not whole_head:
             return
         if self._says(config, model) and (self.base in config or "rope_parameters" in config):
             return
