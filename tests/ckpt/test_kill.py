@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mcore_ckpt
+from mcore_ckpt.local import find_local, load_local
+from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 # Imports torch once; for each line on its input (the step to begin with, how to save, the number of
 # ranks) it forks ranks that save step after step until one of them is killed; then the others are.
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 import mcore_ckpt
 import mcore_ckpt.tensorstore_engine  # starts no thread yet, so that forking is safe
+from mcore_ckpt.local import save_local
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
@@ -53,6 +57,10 @@ def rank(number, size, step, how, rendezvous):
             saver.save(folder, **options)
             for done in saver.wait():
                 tell(group, done.step)
+        elif how == "local":
+            save_local(f"{folder}-local", step=step, tensors=tensors(group, step), group=group,
+                       state={"step": step}, host=str(number))
+            tell(group, step)
         else:
             mcore_ckpt.save(folder, group=group, **options)
             tell(group, step)
@@ -81,7 +89,7 @@ for round, line in enumerate(sys.stdin):
             os.waitpid(child, 0)
     os.write(1, b"dead\\n")
 """
-KINDS = [(how, size) for size in (1, 2) for how in ("sync", "async", "prune")]
+KINDS = [(how, size) for size in (1, 2) for how in ("sync", "async", "prune", "local")]
 ROUNDS = 40 if os.environ.get("NIGHTLY") else 2
 
 
@@ -113,6 +121,9 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
             while lines[-1] != ["dead"]:
                 lines.append(line_of(saver))
             last = max(int(line[1]) for line in lines if line[0] == "saved")
+            if how == "local":
+                last = check_local(tmp_path / "run-local", last)
+                continue
             last, half = check(run, last)
             unfinished += half
         saver.stdin.close()
@@ -140,3 +151,16 @@ def check(run: Path, last: int) -> tuple[int, Any]:
     assert found is not None
     assert found.path == newest
     return opened.step, any(path != newest for path in run.iterdir())
+
+
+def check_local(folder: Path, last: int) -> int:
+    """Return the newest step of which every share is there, and load it."""
+    found = find_local(folder)
+    assert found is not None
+    assert found.step in (last, last + 1)
+    assert found.state == {"step": found.step}
+    wholes = {f"t{i}": TensorLayout.whole(f"model/t{i}", (40, 30)) for i in range(6)}
+    loaded = {key: LayoutTensor(torch.zeros(40, 30), layout) for key, layout in wholes.items()}
+    load_local(found, loaded)
+    assert all(bool((held.tensor == found.step).all()) for held in loaded.values())
+    return found.step
