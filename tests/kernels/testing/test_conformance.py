@@ -11,6 +11,7 @@ from mcore_kernels.ops.add_rms_norm.reference import add_rms_norm
 from mcore_kernels.ops.attention.reference import ReferenceAttention
 from mcore_kernels.ops.causal_conv1d.reference import causal_conv1d
 from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
+from mcore_kernels.ops.gated_delta_rule.chunked import gated_delta_rule
 from mcore_kernels.ops.glu.reference import glu
 from mcore_kernels.ops.grouped_linear.reference import ReferenceGroupedLinear
 from mcore_kernels.ops.linear.reference import ReferenceLinear
@@ -155,6 +156,16 @@ def _limits_before_softplus(*arguments, dt_limits=(0.0, float("inf")), **rest): 
     return ssd_scan(*arguments, **rest)
 
 
+def _heads_in_turn(q, k, v, *arguments, **rest):  # type: ignore[no-untyped-def]
+    """Head i reads key head i % K."""
+    q, k = (x.repeat(1, v.shape[1] // x.shape[1], 1) for x in (q, k))
+    return gated_delta_rule(q, k, v, *arguments, **rest)
+
+
+def _half_gradient_of_decay(q, k, v, g, beta, **rest):  # type: ignore[no-untyped-def]
+    return gated_delta_rule(q, k, v, g.detach() + 0.5 * (g - g.detach()), beta, **rest)
+
+
 def _no_gradient_of_limit(gate_up, bias=None, *, limit=None, **rest):  # type: ignore[no-untyped-def]
     """Lets the gradient through where the clamp took hold."""
     if limit is not None:
@@ -230,6 +241,8 @@ TOP_LEFT = _fault("attention", _TopLeft())
 ONE_DOCUMENT = _fault("causal_conv1d", _one_document)
 NO_STATE_GRADIENT = _fault("ssd_scan", _no_state_gradient)
 EARLY_LIMITS = _fault("ssd_scan", _limits_before_softplus)
+HEADS_IN_TURN = _fault("gated_delta_rule", _heads_in_turn)
+HALF_DECAY = _fault("gated_delta_rule", _half_gradient_of_decay)
 NO_LIMIT = _fault("glu", _no_gradient_of_limit)
 WRONG_SUM = _fault("add_rms_norm", _norm_of_unrounded)
 LAST_OF_EQUALS = _fault("moe_route", _last_of_equals)
@@ -258,6 +271,8 @@ NO_SMOOTHING = _fault("cross_entropy", _ForgetsSmoothing())
         ("ONE_DOCUMENT", "in float64: ragged: result 0"),
         ("NO_STATE_GRADIENT", "uniform: gradient of initial_states"),
         ("EARLY_LIMITS", "limits: result 0"),
+        ("HEADS_IN_TURN", "uniform: result 0"),
+        ("HALF_DECAY", "uniform: gradient of g"),
         ("NO_LIMIT", "as gpt-oss: gradient of gate_up"),
         ("WRONG_SUM", "plain: result 1"),
         ("LAST_OF_EQUALS", "equal logits: other experts"),
