@@ -1,18 +1,26 @@
-"""Random models under two random layouts: what is loaded is what was saved, bit for bit."""
+"""Random models under two random layouts: what arrives is what was there, bit for bit.
+
+Through a checkpoint, and in memory between live ranks.
+"""
 
 import itertools
 import math
+import os
 import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mcore_ckpt
+from mcore_ckpt.dtypes import converts
+from mcore_ckpt.live import LiveTransfer
+from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, LayoutTensor, TensorLayout, check_tiling
+from mcore_parallel.testing import RankPool
 
 DTYPES = [
     torch.float32,
@@ -26,6 +34,8 @@ DTYPES = [
     torch.bool,
 ]
 RankLayouts = list[dict[str, TensorLayout]]
+Model = dict[str, tuple[tuple[int, ...], torch.dtype]]
+EXAMPLES = 500 if os.environ.get("NIGHTLY") else 40
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,14 +137,18 @@ def models(draw: st.DrawFn) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def local_tensors(
-    ranks: RankLayouts, values: dict[str, torch.Tensor], *, filled: bool
+    ranks: RankLayouts,
+    values: dict[str, torch.Tensor],
+    *,
+    filled: bool,
+    dtypes: dict[str, torch.dtype] | None = None,
 ) -> dict[str, LayoutTensor]:
     """All ranks' local tensors in one mapping, as if they were this process's own."""
     result = {}
     for rank, held in enumerate(ranks):
         for key, layout in held.items():
             names = [name for name in values if name == key or key == "fused"]
-            dtype = values[names[0]].dtype
+            dtype = values[names[0]].dtype if dtypes is None else dtypes[names[0]]
             local = random_tensor("rubbish", layout.shape, dtype)
             if filled:
                 local.zero_()
@@ -144,13 +158,41 @@ def local_tensors(
     return result
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@st.composite
+def other_dtypes(draw: st.DrawFn, model: Model) -> dict[str, torch.dtype]:
+    """For each tensor the dtype it is wanted in: its own, or one that it converts to.
+
+    Tensors that may be fused into one stay alike.
+    """
+    wanted: dict[str, torch.dtype] = {}
+    alike: dict[torch.dtype, torch.dtype] = {}
+    for name, (_, dtype) in model.items():
+        options = [dtype, *(other for other in DTYPES if converts(dtype, other))]
+        chosen = draw(st.sampled_from(options))
+        wanted[name] = alike.setdefault(dtype, chosen) if name.startswith("model/") else chosen
+    return wanted
+
+
+def check_arrived(held: LayoutTensor, values: dict[str, torch.Tensor]) -> None:
+    """Bit for bit in the same dtype; through another, every value rounded once (NaNs as NaNs)."""
+    expected = torch.zeros_like(held.tensor)
+    for fragment, view in held.layout.views(expected):
+        view.copy_(values[fragment.name][fragment.box.slices])
+    same_dtype = all(values[name].dtype == held.tensor.dtype for name in held.layout.names())
+    if same_dtype:
+        assert torch.equal(bits(held.tensor), bits(expected))
+    else:
+        assert torch.equal(held.tensor.double().nan_to_num(7.5), expected.double().nan_to_num(7.5))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     """U42–U45: any two layouts, uneven and zero-size shards, flat shards, replicas, padding."""
     model = data.draw(models(), label="model")
     source = data.draw(layouts(model), label="saved as")
     target = data.draw(layouts(model), label="loaded as")
+    dtypes = data.draw(other_dtypes(model), label="dtypes")
     chunk_bytes = data.draw(st.sampled_from([16, 64, 1 << 20]), label="chunk bytes")
     values = {name: random_tensor(name, shape, dtype) for name, (shape, dtype) in model.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +203,7 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
             chunk_bytes=chunk_bytes,
             exchange_bytes=chunk_bytes * 3,
         )
-        loaded = local_tensors(target, values, filled=False)
+        loaded = local_tensors(target, values, filled=False, dtypes=dtypes)
         mcore_ckpt.load(path, loaded)
         opened = mcore_ckpt.open(path)
         for name, value in values.items():
@@ -172,10 +214,52 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
             assert torch.equal(bits(opened[name]), bits(value)), name
         assert not mcore_ckpt.verify(Path(folder)).problems
     for held in loaded.values():
-        expected = torch.zeros_like(held.tensor)
-        for fragment, view in held.layout.views(expected):
-            view.copy_(values[fragment.name][fragment.box.slices])
-        assert torch.equal(bits(held.tensor), bits(expected))
+        check_arrived(held, values)
+
+
+WORLD = 6
+
+
+def move(
+    model: Model,
+    dtypes: dict[str, torch.dtype],
+    source: RankLayouts,
+    target: RankLayouts,
+    shift: int,
+    max_bytes: int,
+) -> None:
+    """From the first ranks into `target`, whose ranks begin at `shift` (and wrap around)."""
+    group = Group.world()
+    values = {name: random_tensor(name, shape, dtype) for name, (shape, dtype) in model.items()}
+    give = source[group.rank : group.rank + 1]
+    place = (group.rank - shift) % WORLD
+    take = target[place : place + 1]
+    held = local_tensors(take, values, filled=False, dtypes=dtypes)
+    for value in held.values():  # a transfer leaves padding alone
+        value.tensor.zero_()
+    sources = local_tensors(give, values, filled=True)
+    link = LiveTransfer(sources, held, group, max_bytes=max_bytes)
+    link(verify=max_bytes == 64)
+    for value in held.values():
+        check_arrived(value, values)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.reuse, Phase.generate],  # shrinking over live ranks would take minutes
+)
+@given(data=st.data())
+def test_any_layout_to_any_layout_in_memory(ranks: RankPool, data: st.DataObject) -> None:
+    """The same between live ranks: the same ones, others, or some of both."""
+    model = data.draw(models(), label="model")
+    source = data.draw(layouts(model), label="from")
+    target = data.draw(layouts(model), label="to")
+    dtypes = data.draw(other_dtypes(model), label="dtypes")
+    shift = data.draw(st.integers(0, WORLD - 1), label="shift")
+    max_bytes = data.draw(st.sampled_from([1, 64, 1 << 20]), label="max bytes")
+    ranks.run(move, WORLD, model, dtypes, source, target, shift, max_bytes)
 
 
 def test_chunks_do_not_depend_on_the_layout(tmp_path: Path) -> None:

@@ -69,8 +69,11 @@ def checksum(elements: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(elements: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes as uint8 of one dimension."""
-    return elements.contiguous().view(-1).view(torch.uint8)
+    """Return a tensor's bytes, copied, as uint8 of one dimension."""
+    # `contiguous` would leave odd strides of dimensions of size 1, which cannot be viewed as bytes.
+    copied = torch.empty(elements.numel(), dtype=elements.dtype, device=elements.device)
+    copied.view(elements.shape).copy_(elements)
+    return copied.view(torch.uint8)
 
 
 def _rounded(value: int, multiple: int) -> int:
