@@ -120,7 +120,8 @@ def test_common_state_is_a_file_or_an_object(key: str, reshardable: Path) -> Non
         assert all(torch.equal(after[kind][name], value) for name, value in values.items())
 
 
-def test_fsdp_checkpoints_have_the_names_of_modules(reshardable: Path) -> None:
+@pytest.mark.parametrize("groups", ["together", "apart"])
+def test_fsdp_checkpoints_have_the_names_of_modules(groups: str, reshardable: Path) -> None:
     """`fsdp_dtensor`: wrappers before names, gate and rest of gated layers apart."""
     from mcore_ckpt.torchfile import load_file
 
@@ -133,7 +134,10 @@ def test_fsdp_checkpoints_have_the_names_of_modules(reshardable: Path) -> None:
         tensors.clear()
         objects.clear()
         objects["args"], objects["iteration"] = held["args"], 2
-        objects["optimizer.param_groups.0.step"] = 2
+        if groups == "apart":
+            objects["optimizer.param_groups.0.step"] = 2
+        else:
+            objects["optimizer.param_groups"] = [{"lr": 1e-3, "step": 2.0}]
         for stored, value in stacked.items():
             state, name = "", stored
             if stored.startswith("optimizer.state."):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.dcp.source import DcpFolder
 from mcore_ckpt.megatron.buckets import parts_in
 from mcore_ckpt.megatron.family import Family
 from mcore_ckpt.megatron.keys import Bucket
@@ -73,11 +74,11 @@ class Run:
 
 
 def bucket_states(
-    buckets: Mapping[str, Mapping[Bucket, str]], metas: Mapping[str, TensorMeta], run: Run
+    buckets: Mapping[str, Mapping[Bucket, str]], source: DcpFolder, run: Run
 ) -> dict[str, dict[str, Mapped]]:
     """Return optimizer state by its kind and the name of its parameter.
 
-    buckets: the flat tensors by kind and place. metas: of all that is stored.
+    buckets: the flat tensors by kind and place.
 
     Raises:
         ValueError: the buckets are not those of a model cut in this way; names the first.
@@ -95,13 +96,30 @@ def bucket_states(
             stage, part = divmod(place, ep)
             experts = degrees.experts_of(part) if expert else range(0)
             names = run.parameters(stage, first.buffer, experts, expert=expert)
-            stored = [(key, metas[key].shape[0]) for _, key in held]
+            stored = [(key, source.meta(key).shape[0]) for _, key in held]
             where = f"{run.where}: {stored[0][0]}"
             for name, layout in parts_in(run.local(names, expert=expert), stored, where):
+                _check_edges(name, layout, source, where)
                 parts[name].setdefault(rank, layout)
-                dtypes[name] = metas[stored[0][0]].dtype
+                dtypes[name] = source.meta(stored[0][0]).dtype
         states[kind] = run.whole(parts, dtypes)
     return states
+
+
+def _check_edges(name: str, layout: TensorLayout, source: DcpFolder, where: str) -> None:
+    """Check that a parameter begins and ends where something that was stored does.
+
+    What is stored are parts of parameters: those of another order have other edges.
+    """
+    (key,) = layout.names()
+    boxes = [f.box for f in layout.fragments]
+    begin, end = min(box.start[0] for box in boxes), max(box.stop[0] for box in boxes)
+    chunks = source.chunks(key)
+    if begin not in {c.start[0] for c in chunks} or end not in {c.stop[0] for c in chunks}:
+        raise ValueError(
+            f"{where}: {name} would be elements {begin} to {end}, and nothing that is stored "
+            f"begins and ends there: the buckets are not those of the stored arguments"
+        )
 
 
 def _buffers(placed: Mapping[Bucket, str]) -> Iterator[Sequence[tuple[Bucket, str]]]:

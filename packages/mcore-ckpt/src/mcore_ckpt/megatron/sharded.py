@@ -42,7 +42,7 @@ def open_torch_dist(folder: Path, family: Family, optimizer: bool) -> Pieces:
         if keys.buckets:
             degrees = Degrees.of(common.args)
             run = Run(family=family, model=model, degrees=degrees, where=str(folder))
-            states |= bucket_states(keys.buckets, known, run)
+            states |= bucket_states(keys.buckets, source, run)
         step = _step(common, source)
     return Pieces(
         model=model,
@@ -143,6 +143,8 @@ def _fsdp_step(source: DcpFolder) -> int | None:
     for key in source.objects:
         if _FSDP_STEP.fullmatch(key):
             return int(source.object(key))
+        if key == "optimizer.param_groups":
+            return step_of({"param_groups": source.object(key)})
     for key in source:
         if _FSDP_STEP.fullmatch(key):
             return int(source.read(key))

@@ -46,11 +46,15 @@ class MegatronModel:
         config: what it computes.
         padded_vocab_size: rows of its embedding in the files, padding included.
         fused_norms: whether the modules have each norm within the linear layer that follows it.
+        grouped: whether they have the experts of a rank together, first layers before second ones.
+        flattened: whether they have all first layers of a rank's experts as one matrix.
     """
 
     config: ModelConfig
     padded_vocab_size: int
     fused_norms: bool
+    grouped: bool
+    flattened: bool
 
     @property
     def gated(self) -> bool:
@@ -103,7 +107,14 @@ class MegatronGPT:
                 f"padded_vocab_size={padded} is less than vocab_size={config.vocab_size}"
             )
         fused = args.get("transformer_impl", "transformer_engine") != "local"
-        return MegatronModel(config=config, padded_vocab_size=padded, fused_norms=fused)
+        grouped = bool(config.moe is not None and args.get("moe_grouped_gemm"))
+        return MegatronModel(
+            config=config,
+            padded_vocab_size=padded,
+            fused_norms=fused,
+            grouped=grouped,
+            flattened=grouped and (not fused or bool(args.get("moe_use_legacy_grouped_gemm"))),
+        )
 
     def to_tree(self, model: MegatronModel) -> dict[str, Any]:
         """Return a model as JSON values."""
@@ -174,8 +185,16 @@ class MegatronGPT:
         """Return the parameters of a pipeline stage in the order in which its modules have them.
 
         layers, experts: global indices of those that it holds. first, last: of the pipeline.
+
+        Raises:
+            ValueError: experts are parameters that are cut in another way.
         """
         config = model.config
+        if model.flattened and experts:
+            raise ValueError(
+                "moe_grouped_gemm without Transformer Engine: the order of experts in optimizer "
+                "state is not known, only weights are read"
+            )
         names = []
         if first:
             names.append("embedding.word_embeddings.weight")
@@ -222,15 +241,24 @@ def _layer(model: MegatronModel, layer: int, experts: Sequence[int]) -> Iterator
         return
     yield from norm
     yield "mlp.router.weight"
-    for expert in experts:
-        yield from _linear(f"mlp.experts.experts.{expert}.linear_fc1", bias)
-        yield from _linear(f"mlp.experts.experts.{expert}.linear_fc2", bias)
+    yield from _expert_layers(model, experts)
     assert config.moe is not None
     if config.moe.shared_ffn_size:
         if config.moe.shared_gate:
             yield "mlp.shared_experts.gate_weight"
         yield from _linear("mlp.shared_experts.linear_fc1", bias)
         yield from _linear("mlp.shared_experts.linear_fc2", bias)
+
+
+def _expert_layers(model: MegatronModel, experts: Sequence[int]) -> Iterator[str]:
+    """Yield the parameters of a layer's experts in order."""
+    names = [f"mlp.experts.experts.{expert}" for expert in experts]
+    kinds = ("weight", "bias") if model.config.linear_bias else ("weight",)
+    layers = ("linear_fc1", "linear_fc2")
+    if model.grouped:
+        yield from (f"{name}.{x}.{kind}" for x in layers for kind in kinds for name in names)
+    else:
+        yield from (f"{name}.{x}.{kind}" for name in names for x in layers for kind in kinds)
 
 
 def _operators(model: MegatronModel) -> Iterator[Operator]:
