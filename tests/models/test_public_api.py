@@ -3,8 +3,8 @@ import inspect
 import mcore_models
 
 PUBLIC = """
-AttentionConfig AuxiliaryLosses BuildContext Builder DeltaNetConfig GPT GlobalCounts KVCache
-LatentAttentionConfig MTPConfig MambaConfig MoEConfig ModelConfig ParameterCount Replacement
+AttentionConfig AuxiliaryLosses Bert BertConfig BuildContext Builder DeltaNetConfig GPT GlobalCounts
+KVCache LatentAttentionConfig MTPConfig MambaConfig MoEConfig ModelConfig ParameterCount Replacement
 RopeConfig TokenBatch TokenContext
 build_model check_layout count_parameters flops_of_documents flops_per_token flops_utilization
 freeze gpt2 import_builders llama model_shape preset preset_names

@@ -33,6 +33,11 @@ class ModelRunner:
                 f"generation runs on tp and dp alone, not on {config.describe()}: "
                 f"load the checkpoint with pp=1, cp=1 and without sequence parallelism"
             )
+        if not model.config.attention.causal:
+            raise ValueError(
+                "generation goes from token to token, and this model's tokens see later ones "
+                "(attention.causal=False): it encodes texts, and writes none"
+            )
         self.model = model
 
     @torch.inference_mode()

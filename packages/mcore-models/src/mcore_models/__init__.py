@@ -8,6 +8,7 @@ from mcore_models.accounting import (
     flops_utilization,
     model_shape,
 )
+from mcore_models.bert import Bert
 from mcore_models.build import build_model, check_layout
 from mcore_models.changes import Replacement, freeze
 from mcore_models.common import (
@@ -24,6 +25,7 @@ from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
 from mcore_models.parts import (
     AttentionConfig,
+    BertConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
@@ -37,6 +39,8 @@ __all__ = [
     "GPT",
     "AttentionConfig",
     "AuxiliaryLosses",
+    "Bert",
+    "BertConfig",
     "BuildContext",
     "Builder",
     "DeltaNetConfig",

@@ -58,8 +58,10 @@ def model_shape(config: ModelConfig) -> ModelShape:
         vocab_size=config.vocab_size,
         layers=tuple(layers[kind] for kind in kinds),
         tied_embeddings=config.tied_embeddings,
-        positions=config.max_positions if config.position == "learned" else 0,
-        vectors=norm,
+        positions=_table_rows(config),
+        vectors=_other_vectors(config, norm),
+        has_head=config.bert is None or config.bert.masked_head,
+        head_layer=config.bert is not None and config.bert.masked_head,
         predictions=len(config.mtp_pattern),
     )
 
@@ -96,10 +98,11 @@ def _further(shape: ModelShape) -> Counts:
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Floating-point operations of one training step per token (forward and backward).
 
-    6 · active matmul parameters (2 forward, 4 backward for each weight) plus causal attention once:
-    a query sees seq_length / 2 keys on average, and scores and mixing cost 2 · 2 · head size each,
-    forward and twice that backward: 6 · seq_length · heads · head size per attention layer. In
-    layers with a window w < seq_length it sees w · (1 - w / (2 · seq_length)) keys.
+    6 · active matmul parameters (2 forward, 4 backward for each weight) plus attention: a causal
+    query sees seq_length / 2 keys on average, one that sees later keys too all of them; scores and
+    mixing cost 2 · 2 · head size each, forward and twice that backward: of causal attention
+    6 · seq_length · heads · head size per layer. In layers with a window w < seq_length it sees
+    w · (1 - w / (2 · seq_length)) keys.
     A Mamba-2 layer costs the same for every token of any document: forward, for each number of its
     states, 3 to update it (decay, product, sum) and 2 to read it, and 2 for each tap and channel of
     its convolution; twice that backward. A gated delta net likewise, with 1 to decay a number of
@@ -123,6 +126,24 @@ def flops_utilization(
     `tokens_per_second` per device and `peak_flops` per second of one device.
     """
     return flops_per_token(config, seq_length) * tokens_per_second / peak_flops
+
+
+def _table_rows(config: ModelConfig) -> int:
+    """Rows of the tables of positions and segments."""
+    positions = config.max_positions if config.position == "learned" else 0
+    return positions + (config.bert.num_token_types if config.bert is not None else 0)
+
+
+def _other_vectors(config: ModelConfig, norm: int) -> int:
+    """Parameters outside the layers that are in no product of every token, `norm` of each norm."""
+    final = 0 if config.norm_place == "sum" else norm
+    bert, hidden = config.bert, config.hidden_size
+    if bert is None:
+        return final
+    heads = (norm + hidden + config.vocab_size) * bert.masked_head
+    # These are products of one token of each document.
+    heads += (hidden + 1) * (hidden * bert.pooler + 2 * bert.pair_head)
+    return final + norm + heads
 
 
 def _has_norm_bias(config: ModelConfig) -> bool:
@@ -172,6 +193,7 @@ def _attention(config: ModelConfig, window: int | None) -> AttentionShape:
         head_size=config.head_size,
         gate=options.gate,
         window=window,
+        causal=options.causal,
         vectors=vectors,
     )
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models._checks import nearest_divisors
+from mcore_models.bert import Bert
 from mcore_models.changes import Replacement, replace_modules
 from mcore_models.common.block import check_parts
 from mcore_models.common.builder import BuildContext, Builder
@@ -24,6 +25,7 @@ from mcore_parallel import (
 )
 from mcore_parallel.context import check_context_attention, check_heads
 
+_FAMILIES: Mapping[str, type[GPT]] = {"gpt": GPT, "bert": Bert}
 DEFAULT_KEY = RngKey(0)
 """The seed of a model that was given none."""
 
@@ -85,7 +87,7 @@ def build_model(
         key=RngKey(0) if key is None else key,
         recompute=recompute,
     )
-    model = GPT(config, build, chunks)
+    model = _FAMILIES[config.family](config, build, chunks)
     if replacements:
         replace_modules(model, replacements, build)
     if device.type == "meta":

@@ -18,6 +18,7 @@ from mcore_models._checks import (
 )
 from mcore_models.parts import (
     AttentionConfig,
+    BertConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
@@ -28,7 +29,7 @@ from mcore_models.parts import (
 from mcore_models.pattern import NO_PART, parse_pattern
 
 NormKind = Literal["rms_norm", "layer_norm"]
-NormPlace = Literal["pre", "post", "both"]
+NormPlace = Literal["pre", "post", "both", "sum"]
 ResidualKind = Literal["sequential", "parallel", "parallel_shared"]
 ActivationKind = Literal[
     "swiglu",
@@ -63,6 +64,7 @@ _OPTIONS: Mapping[str, type[Any]] = {
     "attention": AttentionConfig,
     "rope": RopeConfig,
     "mtp": MTPConfig,
+    "bert": BertConfig,
 }
 
 
@@ -85,8 +87,9 @@ class ModelConfig:
 
     `norm_place` puts norms before each mixer and feed-forward ("pre"), after it, before its output
     is added ("post", OLMo 2), or in both places ("both", Gemma 2); there is one after the last
-    layer always. `zero_centered_norm` multiplies by 1 + weight, and `norm_bias` gives layer norms a
-    bias. `residual` "parallel" gives the feed-forward of a layer the same input as its mixer
+    layer always. Or it norms the sum ("sum", Vaswani et al., 2017; BERT), and there is none after
+    the last layer. `zero_centered_norm` multiplies by 1 + weight, and `norm_bias` gives layer norms
+    a bias. `residual` "parallel" gives the feed-forward of a layer the same input as its mixer
     (GPT-NeoX), "parallel_shared" with one norm for both (GPT-J).
 
     `linear_bias` gives linear layers biases, `attention_bias` those of queries, keys and values,
@@ -143,6 +146,7 @@ class ModelConfig:
     delta_net: DeltaNetConfig | None = None
     latent: LatentAttentionConfig | None = None
     mtp: MTPConfig | None = None
+    bert: BertConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
@@ -163,6 +167,11 @@ class ModelConfig:
         self._check_part_configs()
         self._check_heads()
         self._check_options()
+
+    @property
+    def family(self) -> str:
+        """What `build_model` makes: "gpt", a decoder, or "bert", an encoder."""
+        return "gpt" if self.bert is None else "bert"
 
     @property
     def kv_heads(self) -> int:
@@ -320,6 +329,13 @@ class ModelConfig:
                 f"attention.qk_norm='all' is an RMS norm and norm={self.norm!r}: "
                 f"use qk_norm='head', or norm='rms_norm'"
             )
+        if self.norm_place == "sum" and self.residual != "sequential":
+            raise ValueError(
+                f"norm_place='sum' norms one sum after the other and residual={self.residual!r} "
+                f"adds two outputs at once: use residual='sequential'"
+            )
+        if self.bert is not None:
+            self._check_bert(self.bert)
         if self.norm != "layer_norm" and not self.norm_bias:
             raise ValueError(f"norm_bias is about layer norms and norm={self.norm!r} has no bias")
         if not self.gated and (self.glu_limit is not None or self.glu_offset):
@@ -327,6 +343,20 @@ class ModelConfig:
                 f"glu_limit and glu_offset are about gated activations ({', '.join(GATES)}), and "
                 f"activation={self.activation!r} has no gate"
             )
+
+    def _check_bert(self, bert: BertConfig) -> None:
+        wanted = {
+            "attention.causal": (self.attention.causal, False, "its tokens see later ones"),
+            "mtp": (self.mtp, None, "it predicts no further tokens"),
+            "logit_softcap": (self.logit_softcap, None, "its head has none"),
+            "logit_scale": (self.logit_scale, 1, "its head has none"),
+        }
+        if not bert.masked_head:
+            tied = self.tied_embeddings, False, "without bert.masked_head nothing is tied"
+            wanted["tied_embeddings"] = tied
+        for name, (value, only, why) in wanted.items():
+            if value != only:
+                raise ValueError(f"{name}={value} and bert: {why}, use {name}={only}")
 
     def _check_part_configs(self) -> None:
         letters = "".join(self.layer_pattern)

@@ -64,8 +64,12 @@ class GPT(nn.Module):
             self.position_embedding = PositionEmbedding(config, build)
         self.layers = Decoder(config, build, itertools.chain(*self.chunks))
         if self.is_last:
-            self.final_norm = build_norm(config, build, config.num_layers)
-            self.lm_head = _head(config, build)
+            self.final_norm = (
+                nn.Identity()
+                if config.norm_place == "sum"
+                else build_norm(config, build, config.num_layers)
+            )
+            self.lm_head = self._make_head(config, build)
         depths = range(len(config.mtp_pattern) if self.is_last else 0)
         self.mtp = nn.ModuleDict({str(k): PredictionDepth(config, build, k) for k in depths})
 
@@ -80,11 +84,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: on a pipeline stage that is not the whole model.
         """
-        if not (self.is_first and self.is_last and len(self.chunks) == 1):
-            raise ValueError(
-                f"forward needs the whole model, and this is stage {self.mesh.pp.rank} of "
-                f"{self.mesh.pp.size}: use stage_forward"
-            )
+        self._check_whole("stage_forward")
         batch = TokenBatch.from_samples(tokens, positions=positions)
         logits = self.stage_forward(batch, rng=rng)
         whole = gather_logits(logits, self.mesh.tp, vocab_size=self.config.vocab_size)
@@ -133,9 +133,7 @@ class GPT(nn.Module):
         hidden = self.layers(hidden, context, self.chunks[chunk])
         if not self.is_last or chunk < len(self.chunks) - 1:
             return hidden
-        hidden = self.final_norm(hidden)
-        if self.mtp and context.auxiliary is not None and batch.labels is not None:
-            hidden = self._predict_further(hidden, context, context.auxiliary)
+        hidden = self._finish(hidden, context)
         if logits_at is not None:
             if self.sequence_parallel:
                 raise ValueError(
@@ -145,8 +143,21 @@ class GPT(nn.Module):
             hidden = hidden[logits_at]
         return self._logits(hidden)
 
+    def _make_head(self, config: ModelConfig, build: BuildContext) -> nn.Module | None:
+        """What makes logits of hidden states; None: these are the output."""
+        return _head(config, build)
+
+    def _finish(self, hidden: Tensor, context: TokenContext) -> Tensor:
+        """What the head gets [t, H], with the losses beside its own attached."""
+        hidden = self.final_norm(hidden)
+        if self.mtp and context.auxiliary is not None and context.batch.labels is not None:
+            hidden = self._predict_further(hidden, context, context.auxiliary)
+        return hidden
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [T, v] from normed hidden states [t, H]."""
+        if self.lm_head is None:
+            return hidden
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
         tied = self.embedding.weight if self.config.tied_embeddings else None
@@ -180,6 +191,8 @@ class GPT(nn.Module):
         """
         if batch.labels is None:
             raise ValueError("the loss needs labels, and the batch has none")
+        if self.lm_head is None:
+            raise ValueError("the loss needs logits of tokens: set bert.masked_head")
         if auxiliary is None:
             auxiliary = self.auxiliary_losses(counts)
         logits = self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
@@ -312,6 +325,13 @@ class GPT(nn.Module):
             return rows
         size = rows.shape[0] // self.mesh.tp.size
         return rows[self.mesh.tp.rank * size :][:size]
+
+    def _check_whole(self, instead: str) -> None:
+        if not (self.is_first and self.is_last and len(self.chunks) == 1):
+            raise ValueError(
+                f"forward needs the whole model, and this is stage {self.mesh.pp.rank} of "
+                f"{self.mesh.pp.size}: use {instead}"
+            )
 
     def _check_call(self, batch: TokenBatch, hidden: Tensor | None, first: bool) -> None:
         if first != (hidden is None):

@@ -17,7 +17,7 @@ from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear,
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention within each document: [T, H] to [T, H].
+    """Grouped-query self-attention within each document, causal or not: [T, H] to [T, H].
 
     `AttentionConfig` says what it does besides. Queries and keys are normed, then turned by their
     positions, as the layer's kind (local, without positions) says.
@@ -73,6 +73,7 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(blank)
         self._tp, self._init = build.tp, Init(kind="normal", std=config.init_std)
         self._scores: dict[str, Any] = {
+            "causal": options.causal,
             "window": options.window_of(layer_index),
             "scale": options.scale,
             "softcap": options.softcap,
@@ -109,6 +110,8 @@ class Attention(nn.Module):
         uniform = batch.uniform
         cu_seqlens_k, max_seqlen_k = batch.cu_seqlens, batch.max_seqlen
         if context.cache is not None:
+            if not self._scores["causal"]:
+                raise ValueError("tokens that see later ones (attention.causal) cannot be cached")
             k, v, cu_seqlens_k, max_seqlen_k = context.cache.extend(self.layer_index, k, v)
             uniform = None
         mixed, _ = self._attention(
@@ -120,7 +123,6 @@ class Attention(nn.Module):
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_k=max_seqlen_k,
             uniform=uniform,
-            causal=True,
             sinks=self.sinks,
             **self._scores,
         )

@@ -32,6 +32,8 @@ class TokenBatch:
     multi-token prediction, see `look_ahead`.
     `rows` [T] int64 names each token globally (sample id · S + position): dropout masks are a
     function of it, so that they do not depend on how the batch lies over ranks.
+    `token_types` [T] int64 are the segments of BERT, and `document_labels` [N] int64 say of each
+    document whether its two segments are in order (0) or not (1), -1 where that is not asked.
     `shares` = n says that this is one rank's share of every document, as `share` cuts it.
     """
 
@@ -47,11 +49,13 @@ class TokenBatch:
     further_tokens: Tensor | None = None
     further_labels: Tensor | None = None
     further_mask: Tensor | None = None
+    token_types: Tensor | None = None
+    document_labels: Tensor | None = None
     shares: int = 1
 
     def __post_init__(self) -> None:
         size = self.num_tokens
-        for name in ("tokens", "positions", "labels", "loss_mask", "rows"):
+        for name in ("tokens", "positions", "labels", "loss_mask", "rows", "token_types"):
             value: Tensor | None = getattr(self, name)
             if value is not None and value.shape != (size,):
                 raise ValueError(
@@ -120,7 +124,8 @@ class TokenBatch:
         tensors: dict[str, Tensor] = {
             f.name: value
             for f in fields(self)
-            if f.name != "cu_seqlens" and isinstance(value := getattr(self, f.name), Tensor)
+            if f.name not in ("cu_seqlens", "document_labels")
+            and isinstance(value := getattr(self, f.name), Tensor)
         }
         if uneven and self.loss_mask is None:
             tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
@@ -128,6 +133,10 @@ class TokenBatch:
             mine = split.take(padding.pad(value), rank)
             unused = mine.new_zeros(missing, *mine.shape[1:])
             tensors[name] = torch.cat([mine, unused]) if missing else mine
+        if self.document_labels is not None:
+            # The first token, which speaks for its document, is among those of rank 0.
+            asked = self.document_labels if rank == 0 else torch.full_like(self.document_labels, -1)
+            tensors["document_labels"] = asked
         local = torch.tensor(split.local_bounds, dtype=torch.int32)
         uniform = self.uniform
         return replace(
@@ -238,19 +247,29 @@ class GlobalCounts:
     """Totals over the whole global batch (every micro-batch, every data-parallel rank).
 
     `tokens` is the number of valid tokens (the sum of all loss masks): losses are sums divided by
-    it, so that they and their gradients do not depend on how the batch is cut.
+    it, so that they and their gradients do not depend on how the batch is cut. `documents` is that
+    of documents with a label (`TokenBatch.document_labels`).
     """
 
     tokens: float | Tensor
+    documents: float | Tensor = 0.0
 
     def mean(self, total: Tensor) -> Tensor:
         """`total`, a sum over some of the valid tokens, divided by their number in the batch.
 
         0 when the whole batch has no valid token, where the sum is 0 as well.
         """
-        if isinstance(self.tokens, Tensor):
-            return total / self.tokens.masked_fill(self.tokens == 0, 1)
-        return total / (self.tokens or 1)
+        return _quotient(total, self.tokens)
+
+    def mean_of_documents(self, total: Tensor) -> Tensor:
+        """`total`, a sum over some of the labelled documents, divided by their number likewise."""
+        return _quotient(total, self.documents)
+
+
+def _quotient(total: Tensor, count: float | Tensor) -> Tensor:
+    if isinstance(count, Tensor):
+        return total / count.masked_fill(count == 0, 1)
+    return total / (count or 1)
 
 
 class KVCache(Protocol):

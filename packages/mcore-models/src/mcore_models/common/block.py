@@ -86,8 +86,8 @@ class _Step:
 class Block(nn.Module):
     """hidden + part(norm(hidden)) for the mixer, then for the feed-forward: [T, H] to [T, H].
 
-    Or with norms after the parts, or with both parts of one input, as `ModelConfig.norm_place` and
-    `ModelConfig.residual` say.
+    Or with norms after the parts or of the sums, or with both parts of one input, as
+    `ModelConfig.norm_place` and `ModelConfig.residual` say.
 
     The part of a built-in letter has its own name (`attention`, `mlp`, `moe`); one of a builder is
     called `mixer` or `feed_forward`, or what its attribute `part_name` says. Around a part that
@@ -104,6 +104,7 @@ class Block(nn.Module):
         self._group = build.tp
         self._parallel = config.residual != "sequential"
         self._scale = config.residual_scale
+        self._norms_sums = config.norm_place == "sum"
         letters = zip(config.layer_pattern[layer_index], _SLOTS, strict=True)
         self._steps: list[_Step] = []
         for letter, slot in letters:
@@ -127,7 +128,7 @@ class Block(nn.Module):
                 f"layer {self.layer_index} would have two parts called {name!r}: "
                 f"give the one of letter {letter!r} another part_name"
             )
-        norm = None if config.norm_place == "post" else norm
+        norm = None if config.norm_place in ("post", "sum") else norm
         out_norm = None if config.norm_place == "pre" else out_norm
         if config.residual == "parallel_shared" and self._steps and norm is not None:
             norm = self._steps[0].norm
@@ -201,10 +202,12 @@ class Block(nn.Module):
         return out
 
     def _add(self, hidden: Tensor, out: Tensor, step: _Step, context: TokenContext) -> Tensor:
-        out = self._norm(step.out_norm, out)
+        if not self._norms_sums:
+            out = self._norm(step.out_norm, out)
         if context.dropout is not None:
             out = context.dropout(out, self.layer_index, step.part)
-        return hidden + (out if self._scale == 1 else out * self._scale)
+        added = hidden + (out if self._scale == 1 else out * self._scale)
+        return self._norm(step.out_norm, added) if self._norms_sums else added
 
     def _run_part(self, step: _Step, context: TokenContext, normed: Tensor) -> Tensor:
         """The part's output for this rank's hidden states."""

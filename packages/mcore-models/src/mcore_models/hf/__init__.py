@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from mcore_models.hf.architecture import Architecture
+from mcore_models.hf.bert import BERT, BERT_MASKED, BERT_PRETRAINING
 from mcore_models.hf.compare import differences
 from mcore_models.hf.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_FURTHER
 from mcore_models.hf.gemma import GEMMA2, GEMMA3
@@ -43,12 +44,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         MAMBA2,
         NEMOTRON_H,
         QWEN3_NEXT,
+        BERT,
+        BERT_MASKED,
+        BERT_PRETRAINING,
     )
 }
 """The architectures that this package knows, by the name that `config.json` has for them."""
 
 __all__ = [
     "ARCHITECTURES",
+    "BERT",
+    "BERT_MASKED",
+    "BERT_PRETRAINING",
     "DEEPSEEK_V3",
     "DEEPSEEK_V3_FURTHER",
     "DRESS",

@@ -1,6 +1,7 @@
 """The parts of a layer that have a configuration of their own, below `ModelConfig`."""
 
 from mcore_models.parts.attention import AttentionConfig
+from mcore_models.parts.bert import BertConfig
 from mcore_models.parts.delta_net import DeltaNetConfig
 from mcore_models.parts.latent import LatentAttentionConfig
 from mcore_models.parts.mamba import MambaConfig
@@ -12,10 +13,11 @@ __all__ = [
     "TRAINING_FIELDS",
     "AttentionConfig",
     "BalanceScope",
+    "BertConfig",
     "DeltaNetConfig",
     "LatentAttentionConfig",
-    "MambaConfig",
     "MTPConfig",
+    "MambaConfig",
     "MoEConfig",
     "RopeConfig",
     "ScoreFunction",

@@ -29,6 +29,8 @@ class AttentionConfig:
     these layers, then unscaled, a base of their own (Gemma 3). The layers `nope_layers` have no
     rotary positions (Yang et al., 2025).
 
+    Without `causal` a token sees those after it too, of a window as many as before it.
+
     Raises:
         ValueError: one line that names the numbers and the nearest valid values.
     """
@@ -43,6 +45,7 @@ class AttentionConfig:
     local_layers: tuple[int, ...] | None = None
     local_rope_base: float | None = None
     nope_layers: tuple[int, ...] = ()
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if self.qk_norm is not None:

@@ -34,13 +34,13 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Causal attention with grouped or latent keys and values.
+    """Attention with grouped or latent keys and values, causal or in both directions.
 
     head_size: of queries and keys; value_size: of values (None: the same). kv_rank > 0 is latent
     attention (DeepSeek-AI 2024): keys and values come from kv_rank numbers of a token and
     rope_size rotary channels that all heads share; queries from q_rank numbers (0: directly).
     gate: a projection as wide as the output multiplies it. window: how many tokens one sees, itself
-    included (None: all before it).
+    included (None: all before it); without `causal` those after it likewise.
     """
 
     num_heads: int
@@ -52,6 +52,7 @@ class AttentionShape:
     rope_size: int = 0
     gate: bool = False
     window: int | None = None
+    causal: bool = True
     vectors: int = 0
 
     @property
@@ -92,7 +93,12 @@ class AttentionShape:
 
     def pairs(self, length: float) -> float:
         """Return the pairs of a query and a key that it sees in a document; its own counts half."""
-        return visible_pairs(length, self.window)
+        return visible_pairs(length, self.window) * self.directions
+
+    @property
+    def directions(self) -> int:
+        """In how many directions a token sees: 1 or 2."""
+        return 1 if self.causal else 2
 
 
 def visible_pairs(length: float, window: int | None) -> float:
@@ -304,10 +310,12 @@ def count_layer(layer: LayerShape, hidden: int) -> Counts:
 class ModelShape:
     """A decoder: embedding, layers, final norm, head.
 
-    positions: rows of a learned position table. vectors: of the final norm. predictions: modules
-    that predict one token further each (multi-token prediction, DeepSeek-AI 2024): a layer such as
-    the last, a product 2 · hidden x hidden with three norms before it, and the head once more;
-    `parameters` leaves them out, as published sizes do, `flops_per_token` counts them.
+    positions: rows of learned tables beside that of tokens, such as positions. vectors: in no
+    product of every token, such as the final norm. has_head: whether there is one at all;
+    head_layer: a product hidden x hidden stands before it (BERT). predictions: modules that predict
+    one token further each (multi-token prediction, DeepSeek-AI 2024): a layer such as the last, a
+    product 2 · hidden x hidden with three norms before it, and the head once more; `parameters`
+    leaves them out, as published sizes do, `flops_per_token` counts them.
     kinds: the different layers and how many there are of each; members: which of them each one is.
     """
 
@@ -317,6 +325,8 @@ class ModelShape:
     tied_embeddings: bool = False
     positions: int = 0
     vectors: int = 0
+    has_head: bool = True
+    head_layer: bool = False
     predictions: int = 0
     kinds: tuple[tuple[LayerShape, int], ...] = field(init=False, repr=False, compare=False)
     members: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -339,8 +349,13 @@ class ModelShape:
 
     @property
     def head(self) -> int:
-        """Elements of the head's matrix, also where it is the embedding's."""
-        return self.vocab_size * self.hidden_size
+        """Elements of the head's matrix, also where it is the embedding's; 0 without a head."""
+        return self.vocab_size * self.hidden_size * self.has_head
+
+    @property
+    def before_head(self) -> int:
+        """Elements of the matrix of `head_layer`, 0 without."""
+        return self.hidden_size**2 * self.head_layer
 
     @cached_property
     def in_layers(self) -> Counts:
@@ -352,7 +367,7 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         head = 0 if self.tied_embeddings else self.head
-        return self.in_layers.total + self.embedding + head + self.vectors
+        return self.in_layers.total + self.embedding + head + self.before_head + self.vectors
 
     @property
     def active_parameters(self) -> int:
@@ -365,13 +380,13 @@ class ModelShape:
     def matmul_parameters(self) -> int:
         """Weights of matrix products, the head included also when it is tied."""
         layers = self.in_layers
-        return layers.dense + layers.routed + self.head
+        return layers.dense + layers.routed + self.before_head + self.head
 
     @property
     def active_matmul_parameters(self) -> int:
         """Weights of the matrix products that one token passes, the head once."""
         layers = self.in_layers
-        return layers.dense + layers.active + self.head
+        return layers.dense + layers.active + self.before_head + self.head
 
     @cached_property
     def flops_of_any_token(self) -> float:
@@ -399,14 +414,14 @@ class ModelShape:
         for layer in (*self.layers, *[self.layers[-1]] * self.predictions):
             for part in layer.parts:
                 if isinstance(part, AttentionShape):
-                    cores[part.window] += part.core_flops
+                    cores[part.window] += part.core_flops * part.directions
         return cores
 
     def attention_flops(self, length: int) -> float:
-        """Return the training FLOPs of causal attention over a document of that length.
+        """Return the training FLOPs of attention over a document of that length.
 
-        A query sees half of its document on average, or what its window shows; scores and mixing,
-        forward and twice that backward. For equal head sizes and no window
+        A causal query sees half of its document on average, or what its window shows; scores and
+        mixing, forward and twice that backward. For equal head sizes and no window
         6 · heads · head size · length² for each layer.
         """
         return sum(3.0 * core * visible_pairs(length, w) for w, core in self._cores.items())
