@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import mcore_ckpt
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, Completion, SamplingParams, load_weights
 from mcore_inference.text import without_cut_character
-from mcore_models import build_model
+from mcore_models import BuildContext, ModelConfig, build_model
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey
 from mcore_parallel.testing import RankPool
 
@@ -38,6 +39,33 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[dress] = tmp_path_factory.mktemp(dress) / "checkpoints"
         save_checkpoint(build_model(config, key=RngKey(3)), made[dress])
     return made
+
+
+class Shift(nn.Module):
+    """A mixer of somebody's own: a projection of each token, times a vector."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(size, size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.project(hidden)
+        return out
+
+
+def shift(config: ModelConfig, context: BuildContext, layer_index: int) -> nn.Module:
+    return Shift(config.hidden_size)
+
+
+def test_parts_of_ones_own_are_built_by_the_builders_given(tmp_path: Path) -> None:
+    config = replace(LLAMA, pattern=("S-", "*-"))
+    model = build_model(config, builders={"S": shift}, key=RngKey(3)).eval()
+    save_checkpoint(model, tmp_path / "checkpoints")
+    llm = LLM.from_checkpoint(tmp_path / "checkpoints", builders={"S": shift})
+    done = llm.generate(PROMPTS[1], RULES[0])[0]
+    assert done.token_ids == greedy_without_cache(model, list(PROMPTS[1].encode()), 8)[0]
+    with pytest.raises(ValueError, match="layer 0 asks for 'S', which nothing builds"):
+        LLM.from_checkpoint(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("dress", DRESSES)

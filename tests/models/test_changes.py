@@ -18,6 +18,7 @@ from mcore_models import (
     TokenBatch,
     build_model,
     freeze,
+    import_builders,
     llama,
 )
 from mcore_models.common.recompute import RecomputeConfig
@@ -158,6 +159,21 @@ def test_specs_say_what_stays_fp32_in_a_16_bit_model() -> None:
         *(f"layers.0.moe.router.{name}" for name in ("weight", "bias", "correction")),
         *(f"layers.2.delta_net.{name}" for name in ("a_log", "dt_bias")),
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_parts", "builders='my_parts' is no import path: write module:NAME"),
+        ("no_such_module:PARTS", "cannot be imported: No module named"),
+        ("math:PARTS", "cannot be imported: .*PARTS"),
+        ("math:pi", "is no mapping from letters to builders"),
+    ],
+)
+def test_import_paths_that_lead_nowhere(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        import_builders(path)
+    assert import_builders(None) == {}
 
 
 class Decay(nn.Module):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,11 +16,12 @@ import mcore_ckpt
 from mcore_train.callbacks import Callback, read_metrics
 from mcore_train.cli import main
 from mcore_train.config import EvaluateConfig
-from mcore_train.load import config_from_tree
+from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.parity import comparable
 from mcore_train.pretrain import check_run, default_callbacks, pretrain
 from mcore_train.session import build_session
 from mcore_train.sources import open_datasets
+from mcore_train.state import check_same_model
 from mcore_train.step import StepMetrics
 from mcore_train.trainer import Trainer
 
@@ -41,6 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"model": {"num_heads": 2}}, "model.num_heads=2, but .* was trained with 4: use 4"),
         ({"model": {"rope_base": 500.0}}, "model.rope_base=500.0, but .* with 10000.0"),
+        ({"model": {"attention": {"softcap": 2.0}}}, "attention.softcap=2.0, but .* with None"),
         ({"optimizer": {"kind": "sgd"}}, "optimizer.kind=sgd, but .* with adamw.*weights_only"),
         ({"data": {"mock": True, "seq_length": 16}}, "samples of 8 tokens and data.seq_length=16"),
         ({"checkpoint": {"resume": False}}, "holds step 2 of another run"),
@@ -55,6 +58,17 @@ def test_going_on_with_something_else(
         pretrain(config_from_tree(tree), nproc=1)
     assert "\n" not in str(caught.value)
     assert mcore_ckpt.open(trained).step == 2
+
+
+def test_fields_that_a_checkpoint_does_not_know_are_at_their_defaults() -> None:
+    """One written before they were there fits a model that leaves them out, and no other."""
+    tree = config_to_tree(toy())
+    del tree["model"]["attention"], tree["model"]["norm_place"]
+    found = mock.Mock(state={"config": tree}, path="old")
+    check_same_model(toy(), found, weights_only=False)
+    changed = toy(model={"norm_place": "both"})
+    with pytest.raises(ValueError, match="norm_place=both, but old was trained with pre"):
+        check_same_model(changed, found, weights_only=False)
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "log"])

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ def _show(name: str, seq_length: int | None) -> int:
     length = config.max_positions if seq_length is None else seq_length
     if length < 1:
         raise ValueError(f"--seq-length={length} must be at least 1")
-    for field, value in asdict(config).items():
-        if isinstance(value, dict):
-            for part, inner in value.items():
-                print(f"{field + '.' + part:<26}{inner}")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            for part in fields(value):
+                if (inner := getattr(value, part.name)) != part.default:
+                    print(f"{field.name + '.' + part.name:<26}{inner}")
         elif value is not None:
-            print(f"{field:<26}{value}")
+            print(f"{field.name:<26}{value}")
     count = count_parameters(config)
     print(f"{'parameters':<26}{count.total:,}")
     print(f"{'  in embeddings':<26}{count.embedding:,}")

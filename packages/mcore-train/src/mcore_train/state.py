@@ -9,13 +9,14 @@ from typing import Any
 
 import mcore_ckpt
 from mcore_ckpt.local import FoundLocal, load_local
-from mcore_models.part_configs import TRAINING_FIELDS
+from mcore_models import ModelConfig
+from mcore_models.parts import TRAINING_FIELDS
 from mcore_parallel import Group
 from mcore_parallel.layout import LayoutTensor
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.config import TrainConfig
 from mcore_train.from_hf import find_hf, is_hf, load_hf_weights
-from mcore_train.load import config_to_tree
+from mcore_train.load import config_to_tree, from_tree
 from mcore_train.session import Session
 
 WEIGHTS = ("model/",)
@@ -104,13 +105,15 @@ def check_same_model(
 ) -> None:
     """Check that the architecture (and the optimizer) are those the checkpoint was trained with.
 
-    Shapes alone do not tell: another number of heads, say, fits the same tensors.
+    Shapes alone do not tell: another number of heads, say, fits the same tensors. Fields that were
+    not there when it was written have the values that they would have been left at.
 
     Raises:
         ValueError: names the first field that differs, with both values.
     """
     saved, now = found.state["config"], config_to_tree(config)
-    fields = list(_pairs(saved["model"], now["model"], "model."))
+    model = config_to_tree(from_tree(ModelConfig, saved["model"]))
+    fields = list(_pairs(model, now["model"], "model."))
     if not weights_only:
         kinds = saved["optimizer"]["kind"], now["optimizer"]["kind"]
         fields.append(("optimizer.kind", *kinds))

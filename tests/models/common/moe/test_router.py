@@ -13,7 +13,7 @@ from mcore_models import BuildContext, ModelConfig, MoEConfig, TokenContext
 from mcore_models.common import MoE
 from mcore_models.common.moe import Router, RouterRecord, recorded, replayed
 from mcore_models.common.moe.choice import scores_of
-from mcore_models.part_configs import ScoreFunction
+from mcore_models.parts import ScoreFunction
 from mcore_parallel import ParallelMesh, RngKey, counter_uniform
 
 sys.path.append(str(Path(__file__).parent))

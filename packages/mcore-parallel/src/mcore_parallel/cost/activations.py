@@ -41,7 +41,7 @@ def kept_by_part(part: Part, hidden: int, place: Place, work: Workload) -> float
         keys = part.kv_width / min(tp, part.kv_heads)
         if not (part.kv_rank and work.recomputes("up")):
             kept += tokens * (heads * part.head_size + keys) * _BF16
-        kept += tokens * heads * part.values * _BF16
+        kept += tokens * heads * part.values * _BF16 * (2 if part.gate else 1)
         again = work.recomputes("core_attn")
         if runtime.fused_attention and not again:  # log-sum-exp
             kept += tokens * heads * 4
