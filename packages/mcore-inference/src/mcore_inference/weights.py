@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from mcore_ckpt.live import LiveTransfer
 from mcore_models import GPT
 from mcore_parallel import Group, LayoutTensor, all_gather_object
-from mcore_parallel.layout import gather_layouts, plan, transfer
 
 
 def model_tensors(model: GPT) -> dict[str, LayoutTensor]:
@@ -45,20 +45,18 @@ class WeightLink:
     ) -> None:
         targets = {} if model is None else model_tensors(model)
         self.group = group
-        self._sources = {key: x.tensor for key, x in sources.items()}
-        self._targets = {key: x.tensor for key, x in targets.items()}
-        self._copies = plan(
-            gather_layouts({key: x.layout for key, x in sources.items()}, group),
-            gather_layouts({key: x.layout for key, x in targets.items()}, group),
-        )
+        self._transfer = LiveTransfer(sources, targets, group)
 
-    def __call__(self, *, refusal: str | None = None) -> None:
+    def __call__(self, *, refusal: str | None = None, verify: bool = False) -> None:
         """Move the weights; all ranks of the group call it.
+
+        verify: compare checksums of what arrives, the same on every rank.
 
         Raises:
             RuntimeError: some rank gave a `refusal`; on every rank, before anything has moved.
+            CheckpointError: on every rank: something arrived otherwise than it was sent.
         """
         refusals = [text for text in all_gather_object(refusal, self.group) if text is not None]
         if refusals:
             raise RuntimeError(f"weights cannot be updated now: {refusals[0]}")
-        transfer(self._copies, self._sources, self._targets, self.group)
+        self._transfer(verify=verify)

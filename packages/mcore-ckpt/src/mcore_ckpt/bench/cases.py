@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -129,11 +131,11 @@ class _Case:
             os.fsync(file.fileno())
 
     def _save_dcp(self, path: Path) -> None:
-        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+        save_dcp(self.state, storage_writer=FileSystemWriter(path, sync_files=True))
         dist.barrier()
 
     def _load_dcp(self, path: Path) -> None:
-        dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
+        load_dcp(self.state, storage_reader=FileSystemReader(path))
 
     def _save(self, path: Path, tensors: Mapping[str, LayoutTensor]) -> None:
         save(path, step=1, tensors=tensors, group=self.group)

@@ -14,7 +14,7 @@ from mcore_ckpt.dtypes import converts, stored_type
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.live.rounds import Piece, Round, Schedule, schedule
 from mcore_ckpt.live.staging import Staged, as_bytes, checksum, view
-from mcore_ckpt.live.transport import Transport, open_transport
+from mcore_ckpt.live.transport import Transport, open_transport, pick_transport
 from mcore_ckpt.planning import describe, layouts_of
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, plan
@@ -78,7 +78,8 @@ class LiveTransfer:
         targets: this rank's tensors to fill. Their padding is left alone.
         group: all ranks that give or take.
         transport: a `Transport` over this group, or the name of one (see `open_transport`), which
-            `close` then closes.
+            `close` then closes. Default: NCCL where all tensors of all ranks are on GPUs and the
+            group has it, else gloo.
         max_bytes: bound on staging, the same on every rank.
         plans: kept schedules: the second link between the same layouts is not planned again.
 
@@ -93,7 +94,7 @@ class LiveTransfer:
         targets: Mapping[str, LayoutTensor],
         group: Group,
         *,
-        transport: Transport | str = "gloo",
+        transport: Transport | str | None = None,
         max_bytes: int = DEFAULT_STAGING_BYTES,
         plans: PlanCache | None = None,
     ) -> None:
@@ -101,7 +102,10 @@ class LiveTransfer:
         self._sources = {key: value.tensor for key, value in sources.items()}
         self._targets = {key: value.tensor for key, value in targets.items()}
         self.schedule = _find_schedule(sources, targets, group, max_bytes, plans)
-        self._owned = isinstance(transport, str)
+        self._owned = transport is None or isinstance(transport, str)
+        if transport is None:
+            tensors = (*self._sources.values(), *self._targets.values())
+            transport = pick_transport(group, on_gpu=all(x.is_cuda for x in tensors))
         self.transport = (
             open_transport(transport, group) if isinstance(transport, str) else transport
         )

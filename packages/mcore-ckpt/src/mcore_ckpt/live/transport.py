@@ -128,6 +128,19 @@ def open_transport(name: str, group: Group) -> Transport:
     return found[0].open(group)
 
 
+def pick_transport(group: Group, *, on_gpu: bool) -> str:
+    """Return the transport for tensors that lie where they do; every rank calls it.
+
+    on_gpu: whether all tensors of this rank are on its GPU.
+    """
+    possible = together(
+        group.cpu,
+        "choosing a transport failed",
+        lambda: on_gpu and BUILT_IN["nccl"].refusal(group) is None,
+    )
+    return "nccl" if all(possible) else "gloo"
+
+
 def _find(name: str) -> TransportKind:
     if name in BUILT_IN:
         return BUILT_IN[name]
