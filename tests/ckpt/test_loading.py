@@ -221,6 +221,25 @@ def test_one_tensor_wanted_in_two_places(path: Path) -> None:
         assert torch.equal(held.tensor, torch.arange(12.0).view(3, 4))
 
 
+def test_a_scan_before_loading(path: Path) -> None:
+    """Damage in what nobody asks for is found all the same, and nothing has been filled by then."""
+    older = mcore_ckpt.save(path.parent, step=4, tensors={"a": whole("model/a", torch.zeros(3, 4))})
+    chunk = path / "exp_avg" / "a" / "c.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
+    wanted = {"a": whole("model/a", torch.full((3, 4), 9.0))}
+    assert mcore_ckpt.load(path, wanted, prefixes=["model/a"], scan="quick").step == 5
+    wanted["a"].tensor.fill_(9.0)
+    with pytest.raises(mcore_ckpt.CheckpointError, match=r"exp_avg/a/c\.0\.0 is damaged"):
+        mcore_ckpt.load(path, wanted, prefixes=["model/a"], scan="full")
+    assert bool((wanted["a"].tensor == 9).all())
+    with pytest.warns(RuntimeWarning, match="is damaged and passed over"):
+        report = mcore_ckpt.load(path.parent, wanted, prefixes=["model/a"], scan="full")
+    assert report.step == mcore_ckpt.open(older).step == 4
+    assert bool((wanted["a"].tensor == 0).all())
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        mcore_ckpt.load(path.parent / "nowhere", wanted, scan="full")
+
+
 def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """U49 and its kind: no unpickling of any sort at load, and no pickle on disk."""
 

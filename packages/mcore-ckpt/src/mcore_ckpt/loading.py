@@ -12,8 +12,9 @@ import torch
 from mcore_ckpt.agreement import together
 from mcore_ckpt.dtypes import converts, stored_type
 from mcore_ckpt.engine import Engine
-from mcore_ckpt.finding import open_for_all
+from mcore_ckpt.finding import find, open_for_all
 from mcore_ckpt.reading import Part, Reader, inside
+from mcore_ckpt.scanning import Scan
 from mcore_ckpt.selection import Selection, renamed
 from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.targets import (
@@ -37,6 +38,7 @@ def load(
     patterns: Sequence[str] | None = None,
     rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
+    scan: Scan = "none",
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
@@ -59,6 +61,8 @@ def load(
         takes its place, with `{1}` for its first group; the first that matches counts. Prefixes,
         patterns and errors are of the new names.
     verify: compare every chunk that is read with its checksum.
+    scan: look at the whole checkpoint before anything is filled (see `find`): "quick" at its files,
+        "full" at every byte. In a directory what is damaged is passed over for the one before.
     engine: in place of plain files.
 
     Raises:
@@ -75,6 +79,9 @@ def load(
         engine = FileEngine()
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
+    if scan != "none":
+        found = find(path, group, scan=scan)
+        path = path if found is None else found.path
     parent, name, manifest = open_for_all(path, group, what)
     stored = renamed(manifest.tensors, rename)
     manifest = replace(

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--micro-batches", type=int, default=4, metavar="M", help="per replica and step; default 4"
     )
-    bench.add_argument("--precision", default="bf16", help="bf16 (default) or fp32")
+    bench.add_argument("--precision", default="bf16", help="bf16 (default), fp16 or fp32")
     bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps; default 3")
     bench.add_argument("--steps", type=int, default=6, metavar="N", help="measured; default 6")
     bench.add_argument("--no-split", action="store_true", help="without the profiled step")
