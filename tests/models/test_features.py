@@ -16,7 +16,7 @@ from mcore_models import (
     llama,
 )
 from mcore_models.common.rope import rotary_angles
-from mcore_parallel import Group, RngKey
+from mcore_parallel import Group, ParallelMesh, RngKey
 from mcore_parallel.layout import LayoutTensor, gather_all
 
 sys.path.append(str(Path(__file__).parent))
@@ -89,6 +89,18 @@ CASES = [
 ]
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
 def packed() -> TokenBatch:
     """Documents of 3, 9, 1 and 3 tokens."""
     tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -102,14 +114,18 @@ def shaken(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.linspace(-0.3, 0.4, parameter.shape[0]))
+                shift = torch.linspace(-0.3, 0.4, parameter.shape[0])
+                parameter.add_(shift.to(parameter.device))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("base", "change"), CASES)
-def test_a_decoder_follows_the_formulas(base: ModelConfig, change: dict[str, object]) -> None:
+def test_a_decoder_follows_the_formulas(
+    base: ModelConfig, change: dict[str, object], device: str
+) -> None:
     """Logits, and the gradients of every weight."""
     config = replace(base, **change)  # type: ignore[arg-type]
-    model = build_model(config, key=RngKey(3))
+    model = build_model(config, ParallelMesh.single(device), key=RngKey(3))
     shaken(model)
     specs = model.specs()
     tensors = {
@@ -117,9 +133,9 @@ def test_a_decoder_follows_the_formulas(base: ModelConfig, change: dict[str, obj
         for name, parameter in model.named_parameters()
     }
     weights = gather_all(tensors, model.mesh.world)
-    weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    weights = {name: value.cpu().clone().requires_grad_() for name, value in weights.items()}
     batch = packed()
-    logits = model.stage_forward(batch)[:, :37]
+    logits = model.stage_forward(batch.to(device))[:, :37].cpu()
     want = PlainDecoder(config, weights)(batch)
     torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
@@ -134,10 +150,10 @@ def test_a_decoder_follows_the_formulas(base: ModelConfig, change: dict[str, obj
         model.mesh.world,
     )
     assert gradients.keys() == weights.keys()
-    total = torch.stack([x.norm() for x in gradients.values()]).norm()
+    total = torch.stack([x.norm().cpu() for x in gradients.values()]).norm()
     for name, value in weights.items():
         assert value.grad is not None
-        distance = (gradients[name] - value.grad).norm()
+        distance = (gradients[name].cpu() - value.grad).norm()
         assert distance <= 1e-5 * max(value.grad.norm(), 1e-2 * total), name
 
 
@@ -164,6 +180,20 @@ def test_factors_of_a_document_follow_its_own_length() -> None:
         same = replace(rope, short_factors=factors, long_factors=factors)
         want = logits_of(replace(LLAMA, rope=same), alone)
         torch.testing.assert_close(together[start:stop], want, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    """Exactly, whatever attention does: windows, sinks, caps, factors by length (U41's kind)."""
+    change = dict(FEATURES["windows, sinks, caps"])
+    factors = {"short_factors": (1.0,) * 4, "long_factors": (4.0,) * 4}
+    rope = RopeConfig(scaling="longrope", factor=4.0, original_length=4, **factors)  # type: ignore[arg-type]
+    config, batch = replace(LLAMA, **{**change, "rope": rope}), packed()  # type: ignore[arg-type]
+    other = batch.tokens.clone()
+    other[3:12] = (other[3:12] + 1) % 37
+    before, after = logits_of(config, batch), logits_of(config, replace(batch, tokens=other))
+    assert torch.equal(before[:3], after[:3])
+    assert torch.equal(before[12:], after[12:])
+    assert not torch.equal(before[3:12], after[3:12])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

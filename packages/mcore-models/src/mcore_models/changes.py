@@ -1,7 +1,7 @@
 """Changes to a model by the names of its modules and tensors: other linears and norms, freezing."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -85,8 +85,12 @@ def freeze(model: GPT, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(frozen)
 
 
-def _check_matches(what: str, patterns: Iterable[str], names: Sequence[str], world: Group) -> None:
-    """Require that every pattern matches a name on some rank."""
+def _check_matches(
+    what: str, patterns: Collection[str], names: Sequence[str], world: Group
+) -> None:
+    """Require that every pattern matches a name on some rank; all ranks have the same patterns."""
+    if not patterns:
+        return
     missing = [x for x in patterns if not any(fnmatchcase(name, x) for name in names)]
     for pattern in missing if world.pg is None else _missing_everywhere(missing, world):
         close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
