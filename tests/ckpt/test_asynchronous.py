@@ -460,7 +460,7 @@ def test_the_memory_of_a_save(ranks: RankPool, tmp_path: Path) -> None:
     """One snapshot, and bounded staging: two portions, what the exchange packs, and some slack."""
     for size, taken in ranks.run(memory_of_a_save, 2, tmp_path):
         assert size == 48 << 20
-        assert size <= taken < size + 8 * (4 << 20)
+        assert size <= taken < size + (44 << 20)  # a second one would be 48
 
 
 def count_plans(folder: Path) -> list[int]:

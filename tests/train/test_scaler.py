@@ -74,6 +74,11 @@ def test_mistakes(fields: dict[str, Any], message: str) -> None:
         toy(precision="fp16", loss_scale=fields)
 
 
+def test_a_scale_that_would_do_nothing() -> None:
+    with pytest.raises(ValueError, match="it is for precision fp16, and precision=bf16"):
+        toy(precision="bf16", loss_scale={"initial": 256.0})
+
+
 def session_of(**fields: Any) -> Session:
     config = toy(**{"model": SMALL, "optimizer": {"kind": "sgd", "weight_decay": 0.0}, **fields})
     return build_session(config, ParallelMesh.single())

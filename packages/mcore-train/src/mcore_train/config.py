@@ -321,6 +321,10 @@ class TrainConfig:
             f"{asked} is for tokens on their way to experts, and the model has none: use "
             + ("1" if lanes > 1 else _DISPATCHER),
         )
+        _require(
+            self.precision == "fp16" or self.loss_scale == LossScaleConfig(),
+            f"loss_scale does nothing: it is for precision fp16, and precision={self.precision}",
+        )
         schedule = self.schedule
         _require(
             schedule.warmup_steps <= self.steps,

@@ -140,7 +140,7 @@ class MetricsLog(Callback):
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.writer is not None:
             for name, value in values.items():
-                if isinstance(value, int | float):
+                if isinstance(value, int | float) and not isinstance(value, bool):
                     self.writer.add_scalar(name, value, step)
 
 
