@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_models import (
     LatentAttentionConfig,
@@ -17,6 +18,7 @@ from mcore_models import (
     check_layout,
 )
 from mcore_models.common.latent_attention import latent_rotary
+from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.latent_presets import LATENT_PRESETS, published_latent_configs
 from mcore_parallel import ParallelConfig
 
@@ -38,6 +40,26 @@ def test_packed_documents_see_nothing_of_each_other() -> None:
         together = model.stage_forward(packed)
         for a, b in pairwise(bounds):
             torch.testing.assert_close(together[a:b], model(tokens[:, a:b])[0])
+
+
+@pytest.mark.parametrize("parts", [("latent_up",), ("core_attn",), ("latent_up", "core_attn")])
+def test_what_is_computed_again_gives_the_same_bits(parts: tuple[str, ...]) -> None:
+    """And fewer tensors are kept: of projections up and attention only what they start from."""
+    batch = TokenBatch.from_samples(tokens_like(2, 9))
+    gradients, kept = [], []
+    for recompute in (RecomputeConfig(), RecomputeConfig(mode="selective", parts=parts)):
+        model, sizes = build_model(MODEL, recompute=recompute), []
+        with saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            logits = model.stage_forward(batch)
+        logits.square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0]
+    for name, gradient in gradients[0].items():
+        again = gradients[1][name]
+        assert gradient is not None
+        assert again is not None
+        assert torch.equal(gradient, again), name
 
 
 def test_only_the_rotary_channels_tell_positions() -> None:

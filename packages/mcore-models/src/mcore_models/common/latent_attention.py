@@ -6,6 +6,7 @@ without and with position, Dv of its values.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from mcore_parallel import (
 )
 from mcore_parallel.context import context_attention
 from mcore_parallel.protocols import AttentionGradOp
+from mcore_parallel.recompute import recompute
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
 
 
@@ -85,6 +87,7 @@ class LatentAttention(nn.Module):
             self._attention = build.shared(
                 ("latent", kind), lambda: context_attention(kind, build.mesh.cp, op)
             )
+        self._up_again = build.recompute.recomputes("latent_up")
         if build.recompute.recomputes("core_attn"):
             self._attention = recomputed_attention(self._attention)
 
@@ -97,26 +100,33 @@ class LatentAttention(nn.Module):
         context.check_shares(self._shares)
         named = zip(self.down.parts, self.down.split(self.down(hidden)), strict=True)
         pressed = {part.name: rows for part, rows in named}
-        q: Tensor = self.q(self.q_down_norm(pressed["q_down"]) if "q_down" in pressed else hidden)
-        q = q.view(q.shape[0], self._heads, self.config.query_dim)
+        query = self.q_down_norm(pressed["q_down"]) if "q_down" in pressed else hidden
         c: Tensor = self.kv_down_norm(pressed["kv_down"])
-        k_rope = pressed["k_rope"]
+        mix = partial(self._from_pressed, context)
+        if self._up_again and context.cache is None:
+            mix = partial(recompute, mix)
+        out: Tensor = self.o(mix(query, c, pressed["k_rope"]).flatten(1))
+        return out
+
+    def _from_pressed(
+        self, context: TokenContext, query: Tensor, c: Tensor, k_rope: Tensor
+    ) -> Tensor:
+        """What attention finds [T, Q, Dv], from what tokens are pressed into, [t, …] each."""
+        q: Tensor = self.q(query)
+        q = q.view(q.shape[0], self._heads, self.config.query_dim)
         # Every rank's heads use it, so that its gradient is summed over the ranks.
         spread = gather_sequence if self._is_cut else copy_to_group
-        k_rope = spread(k_rope, self._tp)
+        k_rope = spread(k_rope, self._tp).unsqueeze(1)
         q_plain, q_rope = torch.split(q, [self.config.head_dim, self.config.rope_dim], dim=-1)
-        k_rope = k_rope.unsqueeze(1)
         if context.latent_rotary is not None:
             cos_sin = context.latent_rotary
             q_rope, k_rope = self._rope(q_rope, k_rope, *cos_sin, interleaved=self._interleaved)
         rows = _Rows(q_plain, q_rope, c, k_rope)
-        mixed = None
         if context.cache is not None:
             mixed = self._look_back(rows, context.batch, context.cache)
-        if mixed is None:
-            mixed = self._mix(rows, context.batch)
-        out: Tensor = self.o(mixed.flatten(1))
-        return out
+            if mixed is not None:
+                return mixed
+        return self._mix(rows, context.batch)
 
     def _mix(self, rows: "_Rows", batch: TokenBatch) -> Tensor:
         """Attention [T, Q, Dv] of the batch's tokens to each other, their keys and values made."""

@@ -16,7 +16,10 @@ from mcore_parallel import AttentionOp, ParallelConfig
 from mcore_parallel.recompute import recompute
 
 RecomputeMode = Literal["none", "full", "selective"]
-_LETTERS = {"core_attn": "*+", "mlp": "-", "moe": "E", "mamba": "M", "delta_net": "G"}
+_LETTERS = {
+    **{"core_attn": "*+", "mlp": "-", "moe": "E"},
+    **{"mamba": "M", "delta_net": "G", "latent_up": "+"},
+}
 PARTS = (*_LETTERS, "norm")
 """What can be recomputed by itself."""
 
@@ -31,8 +34,9 @@ class RecomputeConfig:
     input of the first is kept; they are recomputed together. spread: of full: under tensor without
     sequence parallelism, where ranks hold equal inputs, each keeps a share of these; costs an
     all-gather of hidden states for each recomputation. parts: of selective: "core_attn" (attention
-    between its projections), "mlp", "moe", "mamba", "delta_net" (whole), "norm" (the norm of each
-    of these, whose output is then not kept).
+    between its projections), "latent_up" (latent attention from what tokens are pressed into to its
+    output projection), "mlp", "moe", "mamba", "delta_net" (whole), "norm" (the norm of each of
+    these, whose output is then not kept).
     """
 
     mode: RecomputeMode = "none"
