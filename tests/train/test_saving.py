@@ -389,3 +389,23 @@ def test_whoever_removes_checkpoints_goes_back(tmp_path: Path) -> None:
     assert not trainer.resumed_locally
     assert trainer.resumed
     assert mcore_ckpt.open(tmp_path).step == 3
+
+
+def test_what_ends_a_run_is_not_hidden_by_a_save_that_fails(
+    tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk.full = 2
+    disk.gate.clear()
+
+    def end() -> None:
+        disk.gate.set()
+        stop_with(FloatingPointError("nan"))
+
+    with pytest.raises(FloatingPointError, match="nan"):
+        run(config_of(tmp_path, interval=2, asynchronous=True), At(step3=end))
+    assert "saving step 2 " in capsys.readouterr().err
+    saver = SaveCheckpoints(config_of(tmp_path, asynchronous=True).checkpoint)
+    saver.saver = mcore_ckpt.AsyncSaver()
+    saver.saver.save(tmp_path, step=2, tensors={}, state={"bad": {1}})
+    with pytest.raises(ValueError, match="is a set"):
+        saver.close()

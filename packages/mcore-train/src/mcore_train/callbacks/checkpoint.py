@@ -61,11 +61,11 @@ class SaveCheckpoints(Callback):
         saver, self.saver = self.saver, None
         if saver is None:
             return
-        stopped = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        reason = sys.exc_info()[1]  # what ends the run, if it is an error
         try:
-            saver.close(abandon=stopped)
-        except (CheckpointError, ValueError, RuntimeError) as error:
-            if sys.exc_info()[1] is None:
+            saver.close(abandon=isinstance(reason, KeyboardInterrupt))
+        except (ValueError, OSError, RuntimeError) as error:
+            if reason is None:
                 raise
             print(f"mcore-train: {' '.join(str(error).split())}", file=sys.stderr)
 
