@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from mcore_models._checks import (
-    check_choice,
-    check_positive,
-    nearest_divisors,
-    nearest_multiples,
-)
+from mcore_models._checks import check_choice, check_positive
+from mcore_models._consistency import check_heads, check_options
+from mcore_models._families import check_family
 from mcore_models.parts import (
     AttentionConfig,
     BertConfig,
@@ -25,6 +22,7 @@ from mcore_models.parts import (
     MoEConfig,
     MTPConfig,
     RopeConfig,
+    T5Config,
 )
 from mcore_models.pattern import NO_PART, parse_pattern
 
@@ -65,6 +63,7 @@ _OPTIONS: Mapping[str, type[Any]] = {
     "rope": RopeConfig,
     "mtp": MTPConfig,
     "bert": BertConfig,
+    "t5": T5Config,
 }
 
 
@@ -147,6 +146,7 @@ class ModelConfig:
     latent: LatentAttentionConfig | None = None
     mtp: MTPConfig | None = None
     bert: BertConfig | None = None
+    t5: T5Config | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_positions"):
@@ -165,13 +165,14 @@ class ModelConfig:
         if self.pattern is not None:
             object.__setattr__(self, "pattern", parse_pattern(self.pattern, self.num_layers))
         self._check_part_configs()
-        self._check_heads()
-        self._check_options()
+        check_heads(self)
+        check_options(self)
+        check_family(self)
 
     @property
     def family(self) -> str:
-        """What `build_model` makes: "gpt", a decoder, or "bert", an encoder."""
-        return "gpt" if self.bert is None else "bert"
+        """What `build_model` makes: "gpt", a decoder, "bert", an encoder, or "t5", both."""
+        return next((x for x in ("bert", "t5") if getattr(self, x) is not None), "gpt")
 
     @property
     def kv_heads(self) -> int:
@@ -264,99 +265,6 @@ class ModelConfig:
         has the same variance at any depth), else `init_std`.
         """
         return self.init_std / math.sqrt(2 * self.num_layers if self.init_depth_scaled else 1)
-
-    def _check_heads(self) -> None:
-        heads, kv_heads, hidden = self.num_heads, self.kv_heads, self.hidden_size
-        if not heads:
-            self._check_no_heads()
-            return
-        if heads % kv_heads:
-            near = nearest_divisors(heads, kv_heads)
-            raise ValueError(
-                f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}: "
-                f"use num_kv_heads {near}"
-            )
-        if self.head_dim is None and hidden % heads:
-            near = nearest_multiples(hidden, heads)
-            raise ValueError(
-                f"hidden_size={hidden} is not a multiple of num_heads={heads}: "
-                f"use hidden_size {near}, or give head_dim"
-            )
-        if self.position != "rope":
-            return
-        if self.rope.rotary_dim is None and self.head_size % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of channels and head_dim={self.head_size} is odd: "
-                f"use {nearest_multiples(self.head_size, 2)}"
-            )
-        self.rope.check_size(self.head_size)
-
-    def _check_no_heads(self) -> None:
-        for index, letters in enumerate(self.layer_pattern):
-            if "*" in letters:
-                raise ValueError(
-                    f"layer {index} asks for '*', attention, and num_heads is 0: give num_heads"
-                )
-        for name in ("num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} describes attention, of which num_heads=0 says "
-                    f"that there is none: leave it out, or give num_heads"
-                )
-
-    def _check_options(self) -> None:
-        """Check that what is said of one thing does not contradict another."""
-        attention = self.attention
-        attention.check_layers(self.num_layers)
-        if "*" not in "".join(self.layer_pattern) and attention != AttentionConfig():
-            raise ValueError(
-                "attention is configured and no layer of the pattern has '*': "
-                "put '*' into the pattern, or leave attention out"
-            )
-        if self.position != "rope":
-            for name, plain in {
-                "rope": self.rope == RopeConfig(),
-                "attention.local_rope_base": attention.local_rope_base is None,
-                "attention.nope_layers": not attention.nope_layers,
-            }.items():
-                if not plain:
-                    raise ValueError(
-                        f"{name} is about rotary positions and position={self.position!r}: "
-                        f"use position='rope', or leave it out"
-                    )
-        if attention.qk_norm == "all" and self.norm != "rms_norm":
-            raise ValueError(
-                f"attention.qk_norm='all' is an RMS norm and norm={self.norm!r}: "
-                f"use qk_norm='head', or norm='rms_norm'"
-            )
-        if self.norm_place == "sum" and self.residual != "sequential":
-            raise ValueError(
-                f"norm_place='sum' norms one sum after the other and residual={self.residual!r} "
-                f"adds two outputs at once: use residual='sequential'"
-            )
-        if self.bert is not None:
-            self._check_bert(self.bert)
-        if self.norm != "layer_norm" and not self.norm_bias:
-            raise ValueError(f"norm_bias is about layer norms and norm={self.norm!r} has no bias")
-        if not self.gated and (self.glu_limit is not None or self.glu_offset):
-            raise ValueError(
-                f"glu_limit and glu_offset are about gated activations ({', '.join(GATES)}), and "
-                f"activation={self.activation!r} has no gate"
-            )
-
-    def _check_bert(self, bert: BertConfig) -> None:
-        wanted = {
-            "attention.causal": (self.attention.causal, False, "its tokens see later ones"),
-            "mtp": (self.mtp, None, "it predicts no further tokens"),
-            "logit_softcap": (self.logit_softcap, None, "its head has none"),
-            "logit_scale": (self.logit_scale, 1, "its head has none"),
-        }
-        if not bert.masked_head:
-            tied = self.tied_embeddings, False, "without bert.masked_head nothing is tied"
-            wanted["tied_embeddings"] = tied
-        for name, (value, only, why) in wanted.items():
-            if value != only:
-                raise ValueError(f"{name}={value} and bert: {why}, use {name}={only}")
 
     def _check_part_configs(self) -> None:
         letters = "".join(self.layer_pattern)
