@@ -8,6 +8,7 @@ from mcore_models.parts.mamba import MambaConfig
 from mcore_models.parts.moe import TRAINING_FIELDS, BalanceScope, MoEConfig, ScoreFunction
 from mcore_models.parts.mtp import MTPConfig
 from mcore_models.parts.rope import RopeConfig
+from mcore_models.parts.t5 import T5Config
 
 __all__ = [
     "TRAINING_FIELDS",
@@ -21,4 +22,5 @@ __all__ = [
     "MoEConfig",
     "RopeConfig",
     "ScoreFunction",
+    "T5Config",
 ]
