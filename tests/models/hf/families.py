@@ -85,6 +85,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {**_STACK, "head_dim": 16, "sliding_window": 7, "layer_types": _SOME},
     ),
+    "gemma": ("Gemma", {**_STACK, "head_dim": 16}),
+    "olmo3": ("Olmo3", {**_STACK, "sliding_window": 7, "layer_types": _SOME}),
+    "granite": (
+        "Granite",
+        {
+            **_STACK,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {**_STACK, "no_rope_layers": [1, 0]}),
+    "starcoder2": ("Starcoder2", {**_STACK, "sliding_window": 7}),
+    "cohere": ("Cohere", {**_STACK, "logit_scale": 0.5, "attention_bias": True}),
     "olmo2": ("Olmo2", {**_STACK, "attention_bias": True}),
     "phi3": ("Phi3", {**_STACK, "sliding_window": 9}),
     "phi3-longrope": (
@@ -98,6 +113,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_NEOX, "use_parallel_residual": False, "attention_bias": False},
     ),
     "mixtral": ("Mixtral", {**_STACK, **_EXPERTS, "num_local_experts": 4}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **_STACK,
+            **_EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {

@@ -53,9 +53,10 @@ def decoder_operators(model: ModelConfig, norms: Mapping[str, str] = NORMS) -> I
     if model.tied_embeddings:
         yield Drop("lm_head.weight", repeats="model.embed_tokens.weight")
     yield Rename("model.embed_tokens.weight", "embedding.weight")
-    yield Rename("model.norm.weight", "final_norm.weight")
+    yield Rename("model.norm.{kind:weight|bias}", "final_norm.{kind}")
     for theirs, ours in norms.items():
-        yield Rename(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
+        norm = f"{theirs}.{{kind:weight|bias}}"
+        yield Rename(f"model.layers.{{layer}}.{norm}", f"layers.{{layer}}.{ours}.{{kind}}")
     yield Rename(
         "model.layers.{layer}.self_attn.{part:q|k|v|o}_proj.{kind:weight|bias}",
         "layers.{layer}.attention.{part}.{kind}",

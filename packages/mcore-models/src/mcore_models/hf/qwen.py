@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5, dense Qwen3, and Qwen3 with experts."""
+"""Qwen2, 2.5 and 3, dense and with experts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Biases, Field, Ours, with_defaults
 from mcore_models.hf.windows import Windows, from_layer
-from mcore_parallel.mapping import Operator
+from mcore_parallel.mapping import Operator, Rename
 
 _WINDOWS = Windows(4096, from_layer, switch="use_sliding_window")
 _LENGTH = {"max_position_embeddings": 32768}
@@ -85,6 +85,46 @@ def _with_experts(model: ModelConfig) -> Iterator[Operator]:
     yield from expert_operators()
 
 
+_EXPERTS = (
+    Field("num_experts", "moe.num_experts", int, default=128, also=("num_local_experts",)),
+    Field("num_experts_per_tok", "moe.top_k", int, default=8),
+    Field("moe_intermediate_size", "moe.expert_ffn_size", int, default=768),
+    Field("norm_topk_prob", "moe.normalise_top_k", bool, default=False),
+    SparseLayers(),
+)
+
+
+def _first_half(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Every second layer of the first `max_window_layers` is sliding."""
+    return [i % 2 == 0 and i < config.get("max_window_layers", 28) for i in range(layers)]
+
+
+def _with_shared_experts(model: ModelConfig) -> Iterator[Operator]:
+    yield from _with_experts(model)
+    block, ours = "model.layers.{layer}.mlp", "layers.{layer}.moe"
+    part = "{part:gate|up|down}"
+    yield Rename(f"{block}.shared_expert.{part}_proj.weight", f"{ours}.shared.{{part}}.weight")
+    yield Rename(f"{block}.shared_expert_gate.weight", f"{ours}.shared_gate.weight")
+
+
+QWEN2_MOE = Architecture(
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    rules=(
+        *with_defaults(SIZES, num_key_value_heads=16, **_LENGTH),
+        *DRESS,
+        TIED,
+        Field("qkv_bias", "attention_bias", bool, default=True),
+        *with_defaults(_EXPERTS, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408),
+        Field("shared_expert_intermediate_size", "moe.shared_ffn_size", int, default=5632),
+        Ours("moe.shared_gate", True),
+        Windows(4096, _first_half, switch="use_sliding_window"),
+        Rope(),
+    ),
+    operators=_with_shared_experts,
+)
+"""`Qwen2MoeForCausalLM` (Qwen Team, "Qwen2 Technical Report", 2024)."""
+
 QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
@@ -93,11 +133,7 @@ QWEN3_MOE = Architecture(
         *DRESS,
         TIED,
         *_QWEN3,
-        Field("num_experts", "moe.num_experts", int, default=128, also=("num_local_experts",)),
-        Field("num_experts_per_tok", "moe.top_k", int, default=8),
-        Field("moe_intermediate_size", "moe.expert_ffn_size", int, default=768),
-        Field("norm_topk_prob", "moe.normalise_top_k", bool, default=False),
-        SparseLayers(),
+        *_EXPERTS,
         Windows(4096, switch="use_sliding_window"),
         Rope(),
     ),

@@ -180,11 +180,12 @@ class Rope:
             return False
         turned = said.rotary_dim or model.head_size
         same = turned == model.rotary_size and read["rope_base"] == model.rope_base
-        return same and _unturned(said) == _unturned(model.rope)
+        return same and _scaling(said) == _scaling(model.rope)
 
 
-def _unturned(rope: RopeConfig) -> dict[str, Any]:
-    return {name: value for name, value in vars(rope).items() if name != "rotary_dim"}
+def _scaling(rope: RopeConfig) -> dict[str, Any]:
+    named = {ours for names in _FIELDS.values() for ours in names.values()}
+    return {name: getattr(rope, name) for name in ("scaling", *sorted(named))}
 
 
 def _head_size(fields: Mapping[str, Any]) -> int:

@@ -209,26 +209,33 @@ class Biases:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The scale of attention scores, from the number of which it is the inverse square root."""
+class Power:
+    """A number that is a power of theirs, such as the inverse of a square root.
+
+    Where ours is None it is `head_size` to the power -½, the scale of attention scores.
+    """
 
     theirs: str
+    ours: str
     default: float
+    power: float
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """Set `attention.scale`."""
+        """Set it."""
         value = config.get(self.theirs)
         value = self.default if value is None else value
         if type(value) not in (int, float) or not value > 0:
             raise ValueError(f"{self.theirs}={value!r} must be a number greater than 0")
-        give(fields, "attention.scale", value**-0.5)
+        give(fields, self.ours, float(value) ** self.power)
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
-        """Set the number, a whole one if it is that."""
-        if not model.num_heads:
+        """Set theirs, as a whole number if it is one."""
+        wanted = in_force(model, self.ours)
+        if wanted is None and not model.num_heads:
             return
-        scale = model.attention.scale or model.head_size**-0.5
+        wanted = model.head_size**-0.5 if wanted is None else wanted
         current = config.get(self.theirs, self.default)
-        if type(current) not in (int, float) or current**-0.5 != scale:
-            whole = round(scale**-2)
-            config[self.theirs] = whole if whole and whole**-0.5 == scale else scale**-2
+        if type(current) not in (int, float) or float(current) ** self.power != wanted:
+            value = wanted ** (1 / self.power)
+            whole = round(value)
+            config[self.theirs] = whole if whole and whole**self.power == wanted else value
