@@ -34,9 +34,16 @@ def composite(op: str, target: Target, sizes: Sizes, *, every: bool) -> Iterator
     yield from COMPOSITES[op](target, sizes, drawn(device, target.dtype), every)
 
 
+def _rows(target: Target, sizes: Sizes) -> int:
+    """Tokens of products that take a GPU some ten milliseconds; fewer elsewhere."""
+    if target.device_type == "cuda":
+        return min(sizes.tokens, 8192)
+    return max(sizes.tokens // 8, 1)
+
+
 def _head_loss(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[Named]:
     kernels = Kernels(KernelConfig(), target)
-    rows = min(sizes.tokens, 8192)
+    rows = _rows(target, sizes)
     classes = sizes.hidden * 2004 // 64 if target.device_type == "cuda" else 8 * sizes.hidden
     hidden, weight = make(rows, sizes.hidden), make(classes, sizes.hidden).mul_(0.02)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -67,7 +74,7 @@ def _head_loss(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterato
 
 
 def _fp8_linear(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[Named]:
-    rows, wide = min(sizes.tokens, 8192), sizes.hidden * 7 // 2
+    rows, wide = _rows(target, sizes), sizes.hidden * 7 // 2
     x, weight = make(rows, sizes.hidden), make(wide, sizes.hidden).mul_(0.02)
     x, weight, dy = x.requires_grad_(), weight.requires_grad_(), make(rows, wide)
     flops = 6.0 * rows * sizes.hidden * wide
@@ -93,7 +100,8 @@ def _experts(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[
     if every:
         ranked = OPERATORS["grouped_linear"].ranked()
         names = [one.name for one in ranked if one.refusal(target) is None]
-    rows, hidden, inner = sizes.tokens * copies, sizes.hidden // 2, sizes.hidden * 3 // 16
+    tokens = sizes.tokens if cuda else _rows(target, sizes)
+    rows, hidden, inner = tokens * copies, sizes.hidden // 2, sizes.hidden * 3 // 16
     for label, wide, narrow in (("up", 2 * inner, hidden), ("down", hidden, inner)):
         x, weight, dy = make(rows, narrow), make(experts, wide, narrow), make(rows, wide)
         counts = torch.full((experts,), rows // experts, device=x.device)
