@@ -1,6 +1,7 @@
 """What a model recomputes: the same gradients bit for bit, from less memory, or a clear refusal."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,9 @@ def test_what_a_layout_does_not_have_is_refused(
 def test_what_a_model_does_not_have_is_refused() -> None:
     dense = ModelConfig(vocab_size=37, hidden_size=32, num_layers=1, num_heads=4)
     asked = RecomputeConfig(mode="selective", parts=("core_attn", "moe"))
+    norms = RecomputeConfig(mode="selective", parts=("norm",))
+    with pytest.raises(ValueError, match="no 'norm'; it has core_attn, mlp"):
+        norms.check(replace(dense, norm_place="post"), ParallelConfig())
     with pytest.raises(ValueError, match="no 'moe'; it has core_attn, mlp, norm"):
         build_model(dense, recompute=asked)
 

@@ -87,7 +87,9 @@ class RecomputeConfig:
         """
         if self.mode == "selective":
             letters = set("".join(config.layer_pattern))
-            there = [p for p in PARTS if p not in _LETTERS or letters & {*_LETTERS[p]}]
+            there = [part for part, of in _LETTERS.items() if letters & {*of}]
+            if config.norm_place in ("pre", "both"):  # only those before parts
+                there.append("norm")
             missing = [part for part in self.parts if part not in there]
             if missing:
                 raise ValueError(
