@@ -1,8 +1,9 @@
 """Published decoders with attention, for `preset`, in the words of their own configurations.
 
-Sources: `config.json` of the releases of Meta (Llama 3.1, 3.2 and 3.3), the Qwen Team (Qwen2.5 and
-3), Mistral AI, Google (Gemma 2 and 3), Ai2 (OLMo 2), EleutherAI (GPT-NeoX, Pythia), Microsoft
-(Phi-3, Phi-4), OpenAI (gpt-oss) and Z.ai (GLM-4.5). Of Gemma 3 from 4B on it is the text model. The
+Sources: `config.json` of the releases of Meta (Llama 3.1, 3.2 and 3.3), the Qwen Team (Qwen1.5 to
+3), Mistral AI, Google (Gemma, Gemma 2 and 3), Ai2 (OLMo 2), EleutherAI (GPT-NeoX, Pythia),
+Microsoft (Phi-3, Phi-4), Hugging Face (SmolLM), BigCode (StarCoder2), OpenAI (gpt-oss) and Z.ai
+(GLM-4.5). Of Gemma 3 from 4B on it is the text model. The
 layer of GLM-4.5 that predicts further tokens is left out.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf import (
+    GEMMA,
     GEMMA2,
     GEMMA3,
     GLM4_MOE,
@@ -21,8 +23,11 @@ from mcore_models.hf import (
     OLMO2,
     PHI3,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    SMOLLM3,
+    STARCODER2,
     Architecture,
 )
 
@@ -79,6 +84,11 @@ _OLMO2: Fields = {
     "rope_theta": 5e5,
     "rms_norm_eps": 1e-6,
 }
+_STARCODER2: Fields = {
+    "vocab_size": 49152,
+    "max_position_embeddings": 16384,
+    "sliding_window": 4096,
+}
 _GPT_OSS: Fields = {"vocab_size": 201088}
 _GLM45: Fields = {
     "vocab_size": 151552,
@@ -97,6 +107,16 @@ _FAMILIES: tuple[tuple[Architecture, dict[str, tuple[Shape, Fields]]], ...] = (
             "llama-3.2-1b": ((2048, 16, 32, 8, 8192), _LLAMA32),
             "llama-3.2-3b": ((3072, 28, 24, 8, 8192), _LLAMA32),
             "llama-3.3-70b": ((8192, 80, 64, 8, 28672), _LLAMA3),
+            "smollm2-1.7b": (
+                (2048, 24, 32, 32, 8192),
+                {
+                    **_TIED,
+                    "vocab_size": 49152,
+                    "max_position_embeddings": 8192,
+                    "rms_norm_eps": 1e-5,
+                    "rope_theta": 130000,
+                },
+            ),
         },
     ),
     (
@@ -123,6 +143,15 @@ _FAMILIES: tuple[tuple[Architecture, dict[str, tuple[Shape, Fields]]], ...] = (
             "qwen3-8b": ((4096, 36, 32, 8, 12288), _QWEN3),
             "qwen3-14b": ((5120, 40, 40, 8, 17408), _QWEN3),
             "qwen3-32b": ((5120, 64, 64, 8, 25600), _QWEN3),
+        },
+    ),
+    (
+        QWEN2_MOE,
+        {
+            "qwen1.5-moe-a2.7b": (
+                (2048, 24, 16, 16, 5632),
+                {"vocab_size": 151936, "max_position_embeddings": 8192, "rope_theta": 1e6},
+            ),
         },
     ),
     (
@@ -170,6 +199,13 @@ _FAMILIES: tuple[tuple[Architecture, dict[str, tuple[Shape, Fields]]], ...] = (
         },
     ),
     (
+        GEMMA,
+        {
+            "gemma-2b": ((2048, 18, 8, 1, 16384), {"vocab_size": 256000}),
+            "gemma-7b": ((3072, 28, 16, 16, 24576), {"vocab_size": 256000}),
+        },
+    ),
+    (
         GEMMA2,
         {
             "gemma-2-2b": ((2304, 26, 8, 4, 9216), {"vocab_size": 256000}),
@@ -200,6 +236,29 @@ _FAMILIES: tuple[tuple[Architecture, dict[str, tuple[Shape, Fields]]], ...] = (
             "olmo-2-7b": ((4096, 32, 32, 32, 11008), _OLMO2),
             "olmo-2-13b": ((5120, 40, 40, 40, 13824), _OLMO2),
             "olmo-2-32b": ((5120, 64, 40, 8, 27648), _OLMO2),
+        },
+    ),
+    (
+        SMOLLM3,
+        {
+            "smollm3-3b": (
+                (2048, 36, 16, 4, 11008),
+                {"vocab_size": 128256, "max_position_embeddings": 65536, "rope_theta": 5e6},
+            ),
+        },
+    ),
+    (
+        STARCODER2,
+        {
+            "starcoder2-3b": (
+                (3072, 30, 24, 2, 12288),
+                {**_STARCODER2, "rope_theta": 999999.4420358813},
+            ),
+            "starcoder2-7b": ((4608, 32, 36, 4, 18432), {**_STARCODER2, "rope_theta": 1e6}),
+            "starcoder2-15b": (
+                (6144, 40, 48, 4, 24576),
+                {**_STARCODER2, "rope_theta": 1e5, "tie_word_embeddings": False},
+            ),
         },
     ),
     (
