@@ -10,7 +10,14 @@ import numpy as np
 
 from mcore_data import IndexedWriter
 from mcore_kernels import KernelConfig
-from mcore_models import DeltaNetConfig, MambaConfig, ModelConfig, MoEConfig
+from mcore_models import (
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+)
 from mcore_train.config import (
     BatchConfig,
     DataConfig,
@@ -33,10 +40,11 @@ def family_config(family: str, *, tokens: Path | None = None) -> TrainConfig:
     """Return how a small model of the family is trained in one process, in fp32 with dropout.
 
     The families differ in whatever training might stumble over. gpt: layer norms, biases, learned
-    positions, tied embeddings. moe: experts beside dense layers, fewer key than query heads, rotary
-    positions. hybrid: Mamba-2, attention, a gated delta net and experts with biases. `tokens` are
-    files of short documents (`write_documents`), which are packed and attend to themselves only;
-    without them every sample is one document of random tokens.
+    positions, tied embeddings. moe: experts beside dense layers, fewer key than query heads, latent
+    attention, rotary positions, a further token predicted. hybrid: Mamba-2, attention, a gated
+    delta net and experts with biases. `tokens` are files of short documents (`write_documents`),
+    which are packed and attend to themselves only; without them every sample is one document of
+    random tokens.
     """
     data = DataConfig(mock=True, seq_length=_LENGTH)
     if tokens is not None:
@@ -96,8 +104,12 @@ _MODELS = {
     "moe": dataclasses.replace(
         _SHARED,
         num_kv_heads=1,
-        pattern=("*E", "*-", ".E"),
+        pattern=("*E", "+-", ".E"),
         moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_size=24, aux_loss_coefficient=0.05),
+        latent=LatentAttentionConfig(
+            num_heads=8, kv_rank=12, q_rank=20, head_dim=4, rope_dim=2, value_dim=6
+        ),
+        mtp=MTPConfig(loss_weight=0.5),
     ),
     "hybrid": dataclasses.replace(
         _SHARED,
