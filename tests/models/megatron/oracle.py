@@ -33,7 +33,7 @@ DEFAULTS = {
     "bias": False, "norm": "RMSNorm", "swiglu": True, "position": "rope", "tied": False,
     "qk_norm": False, "singleton": False, "steps": 2, "experts": 4, "top_k": 2, "grouped": False,
     "shared": 0, "bucket": None, "sigmoid": False, "moe_freq": 1, "qkv_bias": False, "moe_ffn": 8,
-    "rng": True,
+    "rng": True, "vp": 1,
 }  # fmt: skip
 LENGTH, BATCH = 8, 2
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -103,7 +103,8 @@ def make_args(case):
         moe_router_load_balancing_type="none", moe_grouped_gemm=case["grouped"],
         tensor_model_parallel_size=case["tp"], pipeline_model_parallel_size=case["pp"],
         expert_model_parallel_size=case["ep"], expert_tensor_parallel_size=case["tp"],
-        virtual_pipeline_model_parallel_size=None, padded_vocab_size=case["vocab"],
+        virtual_pipeline_model_parallel_size=case["vp"] if case["vp"] > 1 else None,
+        padded_vocab_size=case["vocab"],
         vocab_size=case["vocab"], transformer_impl="local", attention_backend=AttnBackend.local,
         iteration=case["steps"], consumed_train_samples=case["steps"] * BATCH, optimizer="adam",
         world_size=case["world"], use_distributed_optimizer=True, decoder_first_pipeline_num_layers=
@@ -112,7 +113,7 @@ def make_args(case):
     )  # fmt: skip
 
 
-def make_model(case, dtype):
+def make_model(case, dtype, chunk):
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -143,6 +144,7 @@ def make_model(case, dtype):
         attention_dropout=0.0, bias_dropout_fusion=False, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         tensor_model_parallel_size=case["tp"], pipeline_model_parallel_size=case["pp"],
+        virtual_pipeline_model_parallel_size=case["vp"] if case["vp"] > 1 else None,
         init_method_std=0.3, **moe,
     )  # fmt: skip
     if isinstance(case["moe_freq"], list):
@@ -154,154 +156,193 @@ def make_model(case, dtype):
             normalization=case["norm"],
             qk_layernorm=case["qk_norm"],
         )
+    stage = {"vp_stage": chunk if case["vp"] > 1 else None}
+    whole = {"ignore_virtual": case["vp"] == 1, **stage}
     model = GPTModel(
         config, spec, vocab_size=case["vocab"], max_sequence_length=LENGTH * 2,
         position_embedding_type=case["position"],
         share_embeddings_and_output_weights=case["tied"],
-        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        pre_process=ps.is_pipeline_first_stage(**whole),
+        post_process=ps.is_pipeline_last_stage(**whole), **stage,
     )  # fmt: skip
     return config, model
 
 
-def forward_backward(model, ps):
-    """One micro-batch through all stages, hidden states and their gradients sent by hand."""
-    generator = torch.Generator().manual_seed(1)
-    inner = model
-    while hasattr(inner, "module"):
-        inner = inner.module
-    tokens = torch.randint(0, inner.vocab_size, (BATCH, LENGTH), generator=generator)
-    labels = tokens.roll(-1, 1)
-    positions = torch.arange(LENGTH).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+class Chunk:
+    """A chunk of a pipeline stage, what it held, and a copy of it that torch's AdamW trains."""
+
+    def __init__(self, case, number, dtype, ps):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        stage = ps.get_pipeline_model_parallel_rank()
+        torch.manual_seed(5 + 100 * stage + 1000 * number)
+        self.config, self.inner = make_model(case, dtype, number)
+        torch.manual_seed(6 + stage + 1000 * number)
+        for parameter in self.inner.parameters():  # not all ones and zeros
+            cut = case["tp"] if getattr(parameter, "tensor_model_parallel", False) else 1
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape[0] * cut).to(dtype) * 0.1
+                rank = ps.get_tensor_model_parallel_rank() if cut > 1 else 0
+                parameter.data.add_(noise.chunk(cut)[rank])
+        self.named = list(self.inner.named_parameters())
+        self.held = {name: {"before": p.detach().clone()} for name, p in self.named}
+        self.model = DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=case["opt"] not in ("plain", "none"),
+                overlap_grad_reduce=case["bucket"] is not None,
+                bucket_size=case["bucket"],
+                grad_reduce_in_fp32=True,
+            ),
+            Float16Module(self.config, self.inner) if case["bf16"] else self.inner,
+        )
+        self.model.broadcast_params()
+        copies = {name: p.detach().float().clone() for name, p in self.named}
+        self.copies = {name: torch.nn.Parameter(own) for name, own in copies.items()}
+        self.adam = torch.optim.AdamW(list(self.copies.values()), **ADAM)
+
+    def forward(self, hidden):
+        """Run the chunk on hidden states, or on the tokens that all cases take."""
+        if hidden is not None:
+            self.inner.set_input_tensor(hidden)
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, self.inner.vocab_size, (BATCH, LENGTH), generator=generator)
+        positions = torch.arange(LENGTH).expand(BATCH, -1)
+        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+        return self.model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+
+    def gradients(self, case, ps):
+        """The mean over data-parallel replicas, before the library reduces it in place."""
+        grads = {}
+        dp = dist.get_world_size(ps.get_data_parallel_group())
+        for name, parameter in self.named:
+            grad = parameter.main_grad.detach().float().clone()
+            expert = not getattr(parameter, "allreduce", True)
+            group = ps.get_expert_data_parallel_group() if expert else ps.get_data_parallel_group()
+            dist.all_reduce(grad, group=group)
+            shared = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            if case["tied"] and case["pp"] > 1 and shared:
+                dist.all_reduce(grad, group=ps.get_embedding_group())
+            grads[name] = grad / dp
+        return grads
+
+    def train_copy(self, grads):
+        """One step of torch's AdamW."""
+        for name, own in self.copies.items():
+            own.grad = grads[name]
+        self.adam.step()
+
+    def record(self, trained):
+        """Take note of what it holds now."""
+        for name, parameter in self.named:
+            self.held[name]["after"] = parameter.detach().clone()
+            if trained:
+                self.held[name]["param"] = self.copies[name].detach().clone()
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    value = self.adam.state[self.copies[name]][moment]
+                    self.held[name][moment] = value.clone()
+        for name, buffer in self.inner.named_buffers():
+            if buffer is not None:
+                self.held[name] = {"after": buffer.detach().clone()}
+
+
+def forward_backward(chunks, ps):
+    """One micro-batch through all chunks of all stages; what crosses ranks is sent by hand."""
     stages = dist.get_process_group_ranks(ps.get_pipeline_model_parallel_group())
-    stage = stages.index(dist.get_rank())
-    config = inner.config
-    dtype = config.params_dtype
-    hidden = None
-    if stage > 0:
-        length = LENGTH // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        hidden = torch.empty(length, BATCH, config.hidden_size, dtype=dtype)
-        dist.recv(hidden, stages[stage - 1])
-        hidden.requires_grad_()
-        inner.set_input_tensor(hidden)
-    out = model(tokens, positions, mask, labels=labels)
+    stage, count = stages.index(dist.get_rank()), len(stages)
+    before, after = stages[stage - 1], stages[(stage + 1) % count]
+    config = chunks[0].config
+    inputs, outputs = [], []
+    for number, chunk in enumerate(chunks):
+        hidden = None
+        if stage > 0 or number > 0:
+            hidden = torch.empty(LENGTH, BATCH, config.hidden_size, dtype=config.params_dtype)
+            dist.recv(hidden, before)
+            hidden.requires_grad_()
+        inputs.append(hidden)
+        outputs.append(chunk.forward(hidden))
+        if stage + 1 < count or number + 1 < len(chunks):
+            dist.send(outputs[-1].detach().contiguous(), after)
     loss = None
-    if stage + 1 < len(stages):
-        dist.send(out.detach().contiguous(), stages[stage + 1])
-        grad = torch.empty_like(out)
-        dist.recv(grad, stages[stage + 1])
-        out.backward(grad)
-    else:
-        loss = out.float().mean()
-        loss.backward()
-    if hidden is not None:
-        dist.send(hidden.grad.contiguous(), stages[stage - 1])
+    for number in reversed(range(len(chunks))):
+        if stage + 1 < count or number + 1 < len(chunks):
+            grad = torch.empty_like(outputs[number])
+            dist.recv(grad, after)
+            outputs[number].backward(grad)
+        else:
+            loss = outputs[number].float().mean()
+            loss.backward()
+        if inputs[number] is not None:
+            dist.send(inputs[number].grad.contiguous(), before)
     return loss
 
 
-def true_gradients(named, ps, model):
-    """The mean over data-parallel replicas, before the library reduces it in place."""
-    grads = {}
-    dp = dist.get_world_size(ps.get_data_parallel_group())
-    for name, parameter in named:
-        grad = parameter.main_grad.detach().float().clone()
-        expert = not getattr(parameter, "allreduce", True)
-        group = ps.get_expert_data_parallel_group() if expert else ps.get_data_parallel_group()
-        dist.all_reduce(grad, group=group)
-        grads[name] = grad / dp
-    return grads
-
-
-def run_case(case, out, rank):
-    from megatron.core import dist_checkpointing, tensor_parallel
-    from megatron.core import parallel_state as ps
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+def make_optimizer(case, chunks, dtype):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
 
-    ps.initialize_model_parallel(
-        case["tp"], case["pp"], expert_model_parallel_size=case["ep"],
-        expert_tensor_parallel_size=case["tp"] if case["moe"] else None,
+    if case["opt"] == "none":
+        return None
+    config = OptimizerConfig(
+        optimizer="adam", lr=ADAM["lr"], weight_decay=ADAM["weight_decay"], bf16=case["bf16"],
+        params_dtype=dtype, clip_grad=0.0, use_distributed_optimizer=case["opt"] != "plain",
     )  # fmt: skip
-    tensor_parallel.model_parallel_cuda_manual_seed = lambda *a, **k: None
-    dtype = torch.bfloat16 if case["bf16"] else torch.float32
-    torch.manual_seed(5 + 100 * ps.get_pipeline_model_parallel_rank())
-    config, inner = make_model(case, dtype)
-    torch.manual_seed(6 + ps.get_pipeline_model_parallel_rank())
-    for parameter in inner.parameters():  # not all ones and zeros
-        if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
-            parameter.data.add_(torch.randn(parameter.shape).to(dtype) * 0.1)
-        elif parameter.dim() == 1:
-            whole = torch.randn(parameter.shape[0] * case["tp"]).to(dtype) * 0.1
-            parameter.data.add_(whole.chunk(case["tp"])[ps.get_tensor_model_parallel_rank()])
-    named = list(inner.named_parameters())
-    held = {name: {"before": p.detach().clone()} for name, p in named}
-    model = Float16Module(config, inner) if case["bf16"] else inner
-    distributed = case["opt"] not in ("plain", "none")
-    loss = None
-    optimizer = None
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce=case["bucket"] is not None,
-            bucket_size=case["bucket"],
-            grad_reduce_in_fp32=True,
-        ),
-        model,
-    )
-    model.broadcast_params()
-    if case["opt"] != "none":
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=ADAM["lr"], weight_decay=ADAM["weight_decay"],
-                bf16=case["bf16"], params_dtype=dtype, clip_grad=0.0,
-                use_distributed_optimizer=distributed,
-            ),
-            [model],
-        )  # fmt: skip
-    copies = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in named}
-    adam = torch.optim.AdamW(list(copies.values()), **ADAM)
-    summed = (case["tied"] and case["pp"] > 1) or (case["tp"] > 1 and case["moe"])
-    for step in range(case["steps"]):
-        model.zero_grad_buffer()
-        with model.no_sync():
-            loss_here = forward_backward(model, ps)
-        grads = true_gradients(named, ps, model)
+    return get_megatron_optimizer(config, [chunk.model for chunk in chunks])
+
+
+def train(case, chunks, optimizer, ps):
+    """Make the steps, on the copies too; return the first loss."""
+    from megatron.core.distributed import finalize_model_grads
+
+    first = None
+    for step in range(case["steps"] if optimizer is not None else 1):
+        for chunk in chunks:
+            chunk.model.zero_grad_buffer()
+        with contextlib.ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.model.no_sync())
+            loss = forward_backward(chunks, ps)
+        grads = [chunk.gradients(case, ps) for chunk in chunks]
         if step == 0:
-            loss = loss_here
-            for name, _ in named:
-                held[name]["grad"] = grads[name]
+            first = loss
+            for chunk, own in zip(chunks, grads, strict=True):
+                for name, grad in own.items():
+                    chunk.held[name]["grad"] = grad
         if optimizer is None:
             break
         if case["bucket"] is not None:
-            model.start_grad_sync()
-        finalize_model_grads([model])
+            for chunk in chunks:
+                chunk.model.start_grad_sync()
+        finalize_model_grads([chunk.model for chunk in chunks])
         optimizer.step()
-        if summed:  # some of those gradients, in finalize_model_grads: the truth is not known
-            continue
-        for name, _ in named:
-            copies[name].grad = grads[name]
-        adam.step()
-    for name, parameter in named:
-        held[name]["after"] = parameter.detach().clone()
-        if optimizer is not None and not summed:
-            held[name]["param"] = copies[name].detach().clone()
-            for moment in ("exp_avg", "exp_avg_sq"):
-                held[name][moment] = adam.state[copies[name]][moment].clone()
-    for name, buffer in inner.named_buffers():
-        if buffer is not None:
-            held[name] = {"after": buffer.detach().clone()}
-    place = {
-        "tp": ps.get_tensor_model_parallel_rank(), "pp": ps.get_pipeline_model_parallel_rank(),
-        "ep": ps.get_expert_model_parallel_rank(), "loss": loss, "case": case,
-        "first_layer": inner.decoder.layers[0].layer_number - 1,
-    }  # fmt: skip
-    torch.save({**place, "held": held}, out / f"{case['name']}.{rank}.pt")
+        for chunk, own in zip(chunks, grads, strict=True):
+            chunk.train_copy(own)
+    return first
+
+
+def run_case(case, out, rank):
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        case["tp"], case["pp"], expert_model_parallel_size=case["ep"],
+        virtual_pipeline_model_parallel_size=case["vp"] if case["vp"] > 1 else None,
+        expert_tensor_parallel_size=case["tp"] if case["moe"] else None,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if case["bf16"] else torch.float32
+    chunks = [Chunk(case, number, dtype, ps) for number in range(case["vp"])]
+    optimizer = make_optimizer(case, chunks, dtype)
+    loss = train(case, chunks, optimizer, ps)
+    for number, chunk in enumerate(chunks):
+        chunk.record(optimizer is not None)
+        place = {
+            "tp": ps.get_tensor_model_parallel_rank(), "loss": loss, "case": case,
+            "pp": ps.get_pipeline_model_parallel_rank(), "held": chunk.held,
+            "ep": ps.get_expert_model_parallel_rank(),
+            "first_layer": chunk.inner.decoder.layers[0].layer_number - 1,
+        }  # fmt: skip
+        torch.save(place, out / f"{case['name']}.{rank}.{number}.pt")
+    inner = [chunk.inner for chunk in chunks]
     save(case, out / case["name"], inner, optimizer, ps, dist_checkpointing)
     dist.barrier()
     ps.destroy_model_parallel()
@@ -315,7 +356,14 @@ def rng_state():
     }  # fmt: skip
 
 
-def save(case, folder, inner, optimizer, ps, dist_checkpointing):
+def by_chunk(states):
+    """State by the keys that Megatron-LM's training gives it."""
+    if len(states) == 1:
+        return {"model": states[0]}
+    return {f"model{number}": state for number, state in enumerate(states)}
+
+
+def save(case, folder, models, optimizer, ps, dist_checkpointing):
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     folder = folder / f"iter_{case['steps']:07}"
@@ -339,7 +387,7 @@ def save(case, folder, inner, optimizer, ps, dist_checkpointing):
         place = folder / name
         if edp == 0:
             place.mkdir(exist_ok=True)
-            state = {**common, "model": inner.state_dict_for_save_checkpoint()}
+            state = {**common, **by_chunk([m.state_dict_for_save_checkpoint() for m in models])}
             if optimizer is not None:
                 state["optimizer"] = optimizer.state_dict()
             if case["rng"]:
@@ -354,10 +402,12 @@ def save(case, folder, inner, optimizer, ps, dist_checkpointing):
         "distrib_optim_sharding_type": case["opt"], "singleton_local_shards": case["singleton"],
         "chained_optim_avoid_prefix": True,
     }  # fmt: skip
-    state = {**common, "model": inner.sharded_state_dict(metadata=meta)}
+    chunks = by_chunk([model.sharded_state_dict(metadata=meta) for model in models])
+    state = {**common, **chunks}
     if optimizer is not None:
         options = {} if case["opt"] == "plain" else {"metadata": meta}
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], **options)
+        whole = chunks if len(models) > 1 else chunks["model"]
+        state["optimizer"] = optimizer.sharded_state_dict(whole, **options)
     if case["rng"]:
         state["rng_state"] = ShardedObject(
             "rng_state", [rng_state()], (case["pp"], case["tp"]), (pp, tp), replica_id=dp

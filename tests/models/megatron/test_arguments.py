@@ -48,6 +48,13 @@ def test_a_llama() -> None:
         ({"apply_layernorm_1p": True}, {"zero_centered_norm": True}),
         ({"rotary_percent": 0.5}, {"rotary_size": 8}),
         ({"vocab_size": None}, {"vocab_size": 128}),
+        ({"tokenizer_type": "NullTokenizer"}, {"vocab_size": 101}),
+        ({"make_vocab_size_divisible_by": 64}, {"vocab_size": 100}),
+        ({"make_vocab_size_divisible_by": 16}, {"vocab_size": 128}),
+        (
+            {"make_vocab_size_divisible_by": 16, "tensor_model_parallel_size": 4},
+            {"vocab_size": 100},
+        ),
         ({"num_experts": 4, "moe_router_topk": 2}, {"layer_pattern": ("*E",) * 4}),
         ({**EXPERTS, "moe_layer_freq": 2}, {"layer_pattern": ("*E", "*-") * 2}),
         ({**EXPERTS, "moe_layer_freq": [0, 0, 1, 1]}, {"layer_pattern": ("*-", "*-", "*E", "*E")}),

@@ -31,6 +31,7 @@ class DcpFolder:
         self.folder = Path(folder)
         self._metadata = read_metadata(self.folder)
         self._files: dict[str, Mapped] = {}
+        self._last: tuple[Stored, torch.Tensor] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._metadata.tensors)
@@ -88,6 +89,8 @@ class DcpFolder:
 
     def _chunk(self, name: str, chunk: Box, tensor: DcpTensor) -> torch.Tensor:
         stored = tensor.chunks[chunk]
+        if self._last is not None and self._last[0] == stored:
+            return self._last[1]  # several regions of a chunk in a row; it is a view of the file
         value = self._load(name, stored)
         wanted = chunk.shape, tensor.meta.dtype
         if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != wanted:
@@ -95,6 +98,7 @@ class DcpFolder:
                 f"{self.folder / stored.file}: {name} {chunk} is not the {tensor.meta.dtype} of "
                 f"shape {list(chunk.shape)} that .metadata says"
             )
+        self._last = stored, value
         return value
 
     def _load(self, name: str, stored: Stored) -> Any:

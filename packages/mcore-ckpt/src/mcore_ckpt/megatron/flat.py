@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class Run:
     degrees: Degrees
     where: str
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of their tensors, which follow from those of ours."""
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of their tensors, which follow from those of ours."""
         ours = {
             name: TensorMeta(shape, torch.float32)
             for name, shape in self.family.shapes(self.model).items()
@@ -44,7 +46,7 @@ class Run:
 
     def local(self, names: Sequence[str], *, expert: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what a tensor-parallel rank holds of some tensors."""
-        shapes, tp = self.shapes(), self.degrees.etp if expert else self.degrees.tp
+        shapes, tp = self.shapes, self.degrees.etp if expert else self.degrees.tp
         return {
             name: local_shape(shapes[name], self.family.cut(self.model, name), tp) for name in names
         }

@@ -25,6 +25,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "heterogeneous_layers_config_path": (None,),
     "moe_latent_size": (None,),
+    "moe_apply_probs_on_input": (False, None),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0, None),
     "multi_token_prediction": (None, False),
     "apply_residual_connection_post_layernorm": (False, None),
 }
@@ -88,8 +91,20 @@ def padded_vocabulary(args: Mapping[str, Any]) -> int:
 
 
 def _vocabulary(args: Mapping[str, Any]) -> int:
-    given = args.get("vocab_size")
-    return _number(args, "padded_vocab_size" if given is None else "vocab_size")
+    """The rows that mean something, as far as can be told; else all that there are.
+
+    `vocab_size` is what a user gave, before the end of document of the null tokenizer, and many
+    tokenizers ignore it: it counts where it explains the padding.
+    """
+    padded = padded_vocabulary(args)
+    if args.get("vocab_size") is None:
+        return padded
+    rows = _number(args, "vocab_size") + str(args.get("tokenizer_type")).startswith("Null")
+    multiple = args.get("make_vocab_size_divisible_by")
+    if multiple is None:
+        return rows
+    multiple *= int(args.get("tensor_model_parallel_size") or 1)
+    return rows if -(-rows // multiple) * multiple == padded else padded
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:
