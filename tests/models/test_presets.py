@@ -5,6 +5,7 @@ import torch
 
 from mcore_models import build_model, count_parameters, gpt2, llama, preset, preset_names
 from mcore_models.attention_presets import published_configs
+from mcore_models.encoder_presets import ENCODER_PRESETS
 from mcore_models.hf import ARCHITECTURES, Architecture, differences
 from mcore_models.latent_presets import LATENT_PRESETS
 
@@ -99,7 +100,7 @@ ATTENTION = {
 
 
 def test_every_preset_has_a_published_count() -> None:
-    assert {*PUBLISHED, *ATTENTION, *LATENT_PRESETS} == set(preset_names())
+    assert {*PUBLISHED, *ATTENTION, *LATENT_PRESETS, *ENCODER_PRESETS} == set(preset_names())
     assert set(ATTENTION) == {name for name, _, _ in published_configs()}
 
 

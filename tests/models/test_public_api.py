@@ -5,7 +5,7 @@ import mcore_models
 PUBLIC = """
 AttentionConfig AuxiliaryLosses Bert BertConfig BuildContext Builder DeltaNetConfig GPT GlobalCounts
 KVCache LatentAttentionConfig MTPConfig MambaConfig MoEConfig ModelConfig ParameterCount Replacement
-RopeConfig TokenBatch TokenContext
+RopeConfig T5 T5Config TokenBatch TokenContext
 build_model check_layout count_parameters flops_of_documents flops_per_token flops_utilization
 freeze gpt2 import_builders llama model_shape preset preset_names
 """

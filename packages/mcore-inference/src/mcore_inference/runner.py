@@ -33,6 +33,11 @@ class ModelRunner:
                 f"generation runs on tp and dp alone, not on {config.describe()}: "
                 f"load the checkpoint with pp=1, cp=1 and without sequence parallelism"
             )
+        if model.config.family == "t5":
+            raise ValueError(
+                "generation is that of decoders, and this model reads a source by an encoder (t5): "
+                "its logits come from calling it with source=…"
+            )
         if not model.config.attention.causal:
             raise ValueError(
                 "generation goes from token to token, and this model's tokens see later ones "

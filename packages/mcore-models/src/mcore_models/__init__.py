@@ -32,11 +32,14 @@ from mcore_models.parts import (
     MoEConfig,
     MTPConfig,
     RopeConfig,
+    T5Config,
 )
 from mcore_models.presets import gpt2, llama, preset, preset_names
+from mcore_models.t5 import T5
 
 __all__ = [
     "GPT",
+    "T5",
     "AttentionConfig",
     "AuxiliaryLosses",
     "Bert",
@@ -54,6 +57,7 @@ __all__ = [
     "ParameterCount",
     "Replacement",
     "RopeConfig",
+    "T5Config",
     "TokenBatch",
     "TokenContext",
     "build_model",

@@ -6,7 +6,7 @@ takes and holds under a layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_models.config import ModelConfig
 from mcore_models.parts import DeltaNetConfig, LatentAttentionConfig, MambaConfig, MoEConfig
@@ -53,10 +53,11 @@ def model_shape(config: ModelConfig) -> ModelShape:
     norm = config.hidden_size * (2 if _has_norm_bias(config) else 1)
     kinds = [(x, config.attention.window_of(i)) for i, x in enumerate(config.layer_pattern)]
     layers = {kind: _layer(config, *kind, norm) for kind in set(kinds)}
+    shapes = tuple(layers[kind] for kind in kinds)
     return ModelShape(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        layers=tuple(layers[kind] for kind in kinds),
+        layers=shapes if config.t5 is None else _both_stacks(config, norm),
         tied_embeddings=config.tied_embeddings,
         positions=_table_rows(config),
         vectors=_other_vectors(config, norm),
@@ -108,6 +109,8 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     its convolution; twice that backward. A gated delta net likewise, with 1 to decay a number of
     its states, 2 to read what it says of a key, 2 to correct that and 2 to read it. How a scan in
     chunks computes the same is not counted.
+    Of an encoder-decoder (`t5`) it is what one token of either text costs together, for texts of
+    `seq_length` both.
     Recomputation, norms, activations and the embedding lookup are not counted.
     """
     return model_shape(config).flops_per_token(seq_length)
@@ -138,12 +141,25 @@ def _other_vectors(config: ModelConfig, norm: int) -> int:
     """Parameters outside the layers that are in no product of every token, `norm` of each norm."""
     final = 0 if config.norm_place == "sum" else norm
     bert, hidden = config.bert, config.hidden_size
+    if config.t5 is not None:
+        return 2 * (final + config.t5.num_buckets * config.num_heads)
     if bert is None:
         return final
     heads = (norm + hidden + config.vocab_size) * bert.masked_head
     # These are products of one token of each document.
     heads += (hidden + 1) * (hidden * bert.pooler + 2 * bert.pair_head)
     return final + norm + heads
+
+
+def _both_stacks(config: ModelConfig, norm: int) -> tuple[LayerShape, ...]:
+    """The layers of an encoder and of the decoder that reads it."""
+    assert config.t5 is not None
+    inside, mlp = _attention(config, None), _mlp(config, config.mlp_size)
+    across = replace(inside, causal=False)
+    encoder = LayerShape(parts=(across, mlp), vectors=2 * norm)
+    decoder = LayerShape(parts=(inside, across, mlp), vectors=3 * norm)
+    count = config.t5.num_decoder_layers or config.num_layers
+    return (encoder,) * config.num_layers + (decoder,) * count
 
 
 def _has_norm_bias(config: ModelConfig) -> bool:

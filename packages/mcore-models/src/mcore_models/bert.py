@@ -150,7 +150,9 @@ class Bert(GPT):
     def _embed(self, context: TokenContext) -> Tensor:
         batch = context.batch
         types = torch.zeros_like(batch.tokens) if batch.token_types is None else batch.token_types
-        hidden = self._embed_tokens(batch.tokens) + self.token_type_embedding(self._local(types))
+        hidden: Tensor = self._embed_tokens(batch.tokens) + self.token_type_embedding(
+            self._local(types)
+        )
         if self.config.position == "learned":
             hidden = hidden + self.position_embedding(self._local(batch.positions))
         hidden = self.embedding_norm(hidden)

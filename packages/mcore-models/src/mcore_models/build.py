@@ -16,6 +16,7 @@ from mcore_models.common.builder import BuildContext, Builder
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
+from mcore_models.t5 import T5
 from mcore_parallel import (
     ParallelConfig,
     ParallelMesh,
@@ -25,7 +26,7 @@ from mcore_parallel import (
 )
 from mcore_parallel.context import check_context_attention, check_heads
 
-_FAMILIES: Mapping[str, type[GPT]] = {"gpt": GPT, "bert": Bert}
+_FAMILIES: Mapping[str, type[GPT]] = {"gpt": GPT, "bert": Bert, "t5": T5}
 DEFAULT_KEY = RngKey(0)
 """The seed of a model that was given none."""
 
@@ -72,6 +73,8 @@ def build_model(
     check_layout(config, mesh.config, builders)
     recompute = recompute or RecomputeConfig()
     recompute.check(config, mesh.config)
+    if config.t5 is not None and recompute.mode != "none":
+        raise ValueError(f"recompute.mode={recompute.mode!r} and t5: use mode 'none'")
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
         target = Target.of(place, dtype=dtype, head_dim=_head_size(config))
@@ -124,6 +127,11 @@ def check_layout(
     tp, cp = parallel.tp, parallel.cp
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)
+    if config.t5 is not None and (parallel.pp > 1 or cp > 1):
+        asked = f"pp={parallel.pp}" if parallel.pp > 1 else f"cp={cp}"
+        raise ValueError(
+            f"an encoder with a decoder that reads it (t5) runs on tp and dp alone, not on {asked}"
+        )
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
         whole = sorted(letters - set("*+MG-E.") | letters & set("*+MG") & set(builders or {}))

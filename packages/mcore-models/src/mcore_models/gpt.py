@@ -59,7 +59,7 @@ class GPT(nn.Module):
         self.is_first = build.mesh.is_first_stage
         self.is_last = build.mesh.is_last_stage
         if self.is_first or (self.is_last and config.embeds_at_end):
-            self.embedding = _token_embedding(config, build)
+            self.embedding = build_token_embedding(config, build)
         if self.is_first and config.position == "learned":
             self.position_embedding = PositionEmbedding(config, build)
         self.layers = Decoder(config, build, itertools.chain(*self.chunks))
@@ -145,7 +145,7 @@ class GPT(nn.Module):
 
     def _make_head(self, config: ModelConfig, build: BuildContext) -> nn.Module | None:
         """What makes logits of hidden states; None: these are the output."""
-        return _head(config, build)
+        return build_head(config, build)
 
     def _finish(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """What the head gets [t, H], with the losses beside its own attached."""
@@ -345,7 +345,8 @@ class GPT(nn.Module):
             )
 
 
-def _token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelEmbedding:
+def build_token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelEmbedding:
+    """The table of tokens, its rows cut over the tensor-parallel group."""
     return VocabParallelEmbedding(
         config.vocab_size,
         config.hidden_size,
@@ -358,7 +359,8 @@ def _token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelE
     )
 
 
-def _head(config: ModelConfig, build: BuildContext) -> VocabParallelHead:
+def build_head(config: ModelConfig, build: BuildContext) -> VocabParallelHead:
+    """The head over the vocabulary, cut likewise; it has no weight where it is tied."""
     return VocabParallelHead(
         config.hidden_size,
         config.vocab_size,

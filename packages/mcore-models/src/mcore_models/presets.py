@@ -11,6 +11,7 @@ from functools import partial
 
 from mcore_models.attention_presets import ATTENTION_PRESETS
 from mcore_models.config import ModelConfig
+from mcore_models.encoder_presets import ENCODER_PRESETS
 from mcore_models.latent_presets import LATENT_PRESETS
 from mcore_models.parts import MoEConfig
 from mcore_models.recurrent_presets import RECURRENT_PRESETS
@@ -154,4 +155,5 @@ _PRESETS = {
     **ATTENTION_PRESETS,
     **LATENT_PRESETS,
     **RECURRENT_PRESETS,
+    **ENCODER_PRESETS,
 }

@@ -34,6 +34,7 @@ class TokenBatch:
     function of it, so that they do not depend on how the batch lies over ranks.
     `token_types` [T] int64 are the segments of BERT, and `document_labels` [N] int64 say of each
     document whether its two segments are in order (0) or not (1), -1 where that is not asked.
+    `source` is the encoder's micro-batch where this is the decoder's, document by document.
     `shares` = n says that this is one rank's share of every document, as `share` cuts it.
     """
 
@@ -51,6 +52,7 @@ class TokenBatch:
     further_mask: Tensor | None = None
     token_types: Tensor | None = None
     document_labels: Tensor | None = None
+    source: "TokenBatch | None" = None
     shares: int = 1
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class TokenBatch:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
+        if self.source is not None:
+            tensors["source"] = self.source.to(device)
         return replace(self, **tensors)
 
     def share(self, rank: int, size: int, *, multiple: int = 1) -> Self:
@@ -112,6 +116,8 @@ class TokenBatch:
             raise ValueError(f"the batch is one of {self.shares} shares already: share the whole")
         if size == 1:
             return self
+        if self.source is not None:
+            raise ValueError(f"a batch that reads a source cannot be cut over cp={size}: use cp=1")
         if self.uniform is None:
             bounds: list[int] = self.cu_seqlens.tolist()
         else:

@@ -19,11 +19,11 @@ class Dense(nn.Module):
         self, config: ModelConfig, build: BuildContext, features: int, *, all_tokens: bool = False
     ) -> None:
         super().__init__()
-        size, place = config.hidden_size, {"dtype": build.dtype, "device": build.device}
         self.grad_is_partial = not all_tokens
         self.param_init = {"weight": Init(kind="normal", std=config.init_std)}
-        self.weight = nn.Parameter(torch.empty(features, size, **place))
-        self.bias = nn.Parameter(torch.empty(features, **place))
+        size = (features, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
+        self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0]))
         self._linear = build.kernels.linear
 
     def forward(self, rows: Tensor) -> Tensor:

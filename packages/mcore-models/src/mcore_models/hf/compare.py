@@ -10,7 +10,7 @@ from mcore_models.parts import TRAINING_FIELDS, MoEConfig
 TRAINING_ONLY = frozenset({"dropout", "init_depth_scaled", "init_std"})
 """Fields of `ModelConfig` that matter to training alone."""
 
-_PARTS = ("attention", "rope", "moe", "mamba", "delta_net", "latent", "bert")
+_PARTS = ("attention", "rope", "moe", "mamba", "delta_net", "latent", "bert", "t5")
 _RECURRENT = ("dt_init_min", "dt_init_max", "a_init_min", "a_init_max", "chunk_size")
 
 

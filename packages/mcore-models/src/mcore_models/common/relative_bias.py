@@ -1,0 +1,108 @@
+"""Attention with a bias for each distance. T tokens in N documents of at most L, Q heads here."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mcore_models.common.batch import TokenBatch
+from mcore_models.common.builder import BuildContext
+from mcore_models.config import ModelConfig
+from mcore_parallel import Init, ParamSpec, TensorLayout
+from mcore_parallel.layout import Box
+from mcore_parallel.spec import join
+
+
+def distance_buckets(
+    length: int, *, num_buckets: int, max_distance: int, causal: bool, device: torch.device
+) -> Tensor:
+    """The bucket of each pair of a query and a key, int64 [L, L] (Raffel et al., 2020, 2.1).
+
+    Half of the buckets of a direction are for one distance each; the others divide what is left up
+    to `max_distance` evenly by logarithm. Causal ones are for keys before the query alone; those
+    after it are in bucket 0.
+    """
+    place = torch.arange(length, device=device)
+    distance = place[None, :] - place[:, None]
+    first = torch.zeros_like(distance)
+    if causal:
+        distance = (-distance).clamp(min=0)
+    else:
+        num_buckets //= 2
+        first = (distance > 0).long() * num_buckets
+        distance = distance.abs()
+    single = num_buckets // 2
+    far = torch.log(distance.clamp(min=1).float() / single) / math.log(max_distance / single)
+    wide = (single + (far * (num_buckets - single)).long()).clamp(max=num_buckets - 1)
+    return first + torch.where(distance < single, distance, wide)
+
+
+class RelativeBias(nn.Module):
+    """A learned number for each bucket of distances and head, cut over the heads."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext, *, causal: bool) -> None:
+        super().__init__()
+        assert config.t5 is not None
+        self.causal = causal
+        self._options, self._tp, self._heads = config.t5, build.tp, config.num_heads
+        self._init = Init(kind="normal", std=config.init_std)
+        size = (config.t5.num_buckets, config.num_heads // build.tp.size)
+        self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
+
+    def forward(self, length: int) -> Tensor:
+        """[Q, L, L]: what is added to the score of each query and key, -inf where it is hidden."""
+        buckets = distance_buckets(
+            length,
+            num_buckets=self._options.num_buckets,
+            max_distance=self._options.max_distance,
+            causal=self.causal,
+            device=self.weight.device,
+        )
+        bias = F.embedding(buckets, self.weight).permute(2, 0, 1)
+        if not self.causal:
+            return bias
+        return bias.masked_fill(torch.ones_like(buckets, dtype=torch.bool).triu(1), -math.inf)
+
+    def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
+        """The spec of `weight`, global `<prefix>.weight` [buckets, Q of all ranks]."""
+        rows, heads = self.weight.shape
+        box = Box((0, heads * self._tp.rank), (rows, heads))
+        layout = TensorLayout.box(join(prefix, "weight"), (rows, self._heads), box)
+        return {"weight": ParamSpec(layout=layout, init=self._init)}
+
+
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, batch: TokenBatch, *, scale: float
+) -> Tensor:
+    """Attention within each document, [T, Q, D] of q, k and v alike; `bias` [Q, L, L] is added.
+
+    Documents are laid side by side in rows of the longest; memory N · Q · L². Rows past the last
+    document give zeros.
+    """
+    if batch.uniform is not None:
+        samples, length = batch.uniform
+        rows = [x.view(samples, length, *x.shape[1:]) for x in (q, k, v)]
+        return _dense(rows, bias[None], scale).reshape(q.shape)
+    bounds = batch.cu_seqlens.long()
+    lengths = bounds.diff()
+    index = torch.arange(len(q), device=q.device)
+    document = batch.documents()
+    inside = index < bounds[-1]
+    place = (index - bounds[document]).masked_fill(~inside, 0)
+    # One row more, at the end, for the tokens of no document.
+    document = document.masked_fill(~inside, len(lengths))
+    size = (len(lengths) + 1, batch.max_seqlen)
+    padded = [x.new_zeros(*size, *x.shape[1:]).index_put((document, place), x) for x in (q, k, v)]
+    keys = torch.arange(batch.max_seqlen, device=q.device)
+    # A row without tokens sees its first key, a zero: a softmax over nothing is no number.
+    hidden = keys >= F.pad(lengths, (0, 1)).clamp(min=1).unsqueeze(1)
+    shown = bias[None].masked_fill(hidden[:, None, None, :], -math.inf)
+    found = _dense(padded, shown, scale)[document, place]
+    return found.masked_fill(~inside[:, None, None], 0.0)
+
+
+def _dense(rows: list[Tensor], bias: Tensor, scale: float) -> Tensor:
+    """[N, L, Q, D] of queries, keys and values alike."""
+    q, k, v = (x.transpose(1, 2) for x in rows)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2)
