@@ -91,7 +91,6 @@ def references(documents: Path) -> dict[str, Record]:
         ("latent", "cp=2,cp-kind=all-gather,tp=2,sp"),
         ("tied", "tp=2,cp=2,pp=2"),
         ("tied", "pp=2,schedule=zb-v,chunks=2,count-embedding"),
-        ("latent", "pp=2,dp=2,schedule=1f1b"),
     ],
 )
 def test_a_layout_equals_one_process(
