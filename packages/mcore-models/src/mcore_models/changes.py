@@ -43,7 +43,7 @@ def replace_modules(
         if not any(True for _ in module.children())
         and any(True for _ in module.parameters(recurse=False))
     ]
-    _check_matches("replacements", replacements, places, model.mesh.world)
+    check_matches("replacements", replacements, places, model.mesh.world)
     for name in places:
         found = next((x for x in replacements if fnmatchcase(name, x)), None)
         if found is None:
@@ -70,7 +70,7 @@ def freeze(model: GPT, patterns: Sequence[str]) -> tuple[str, ...]:
     specs = model.specs()
     held = {name: tuple(spec.layout.names()) for name, spec in specs.items()}
     names = [name for inside in held.values() for name in inside]
-    _check_matches("freeze", patterns, names, model.mesh.world)
+    check_matches("freeze", patterns, names, model.mesh.world)
     for local, inside in held.items():
         matched = [x for x in inside if any(fnmatchcase(x, pattern) for pattern in patterns)]
         if matched and len(matched) < len(inside):
@@ -85,7 +85,7 @@ def freeze(model: GPT, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(frozen)
 
 
-def _check_matches(
+def check_matches(
     what: str, patterns: Collection[str], names: Sequence[str], world: Group
 ) -> None:
     """Require that every pattern matches a name on some rank; all ranks have the same patterns."""
