@@ -14,9 +14,9 @@ from mcore_ckpt.manifest import check_json
 from mcore_ckpt.names import check_path, groups_of
 
 PUBLIC = """
-Checkpoint CheckpointError ChunkData Engine FileInfo Found LoadReport LocalStorage Manifest Problem
-Region Storage TensorInfo Verification Writing find latest list_checkpoints load open read_state
-save verify
+AsyncSaver Checkpoint CheckpointError ChunkData Engine FileInfo Found LoadReport LocalStorage
+Manifest PendingSave Problem Pruned Region Storage TensorInfo Verification Writing find latest
+list_checkpoints load open prune read_state save verify
 """
 
 
