@@ -317,6 +317,25 @@ def test_what_is_wrong_is_said_in_one_line(kind: str, fields: dict[str, Any], me
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("named", "nearest"),
+    [
+        ("Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+        ("GPTJForCausalLM", "GPTNeoXForCausalLM"),
+        ("MambaForCausalLM", "Mamba2ForCausalLM"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_by_name(
+    tmp_path: Path, named: str, nearest: str
+) -> None:
+    config = {"architectures": [named], "model_type": "unknown", **_STACK}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"architectures names {named}, which nothing") as caught:
+        HFFolder.open(tmp_path, known=ARCHITECTURES)
+    assert f"(nearest: {nearest})" in str(caught.value)
+
+
 def test_every_architecture_is_registered() -> None:
     """For the commands, which know of this package what it has registered."""
     found = {entry.name: entry for entry in entry_points(group="mcore_ckpt.mappings")}

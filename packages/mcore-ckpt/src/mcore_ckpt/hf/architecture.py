@@ -76,7 +76,7 @@ def find_architecture(
         return known[named[0]]
     registered = _registered()
     if named[0] not in registered:
-        close = difflib.get_close_matches(named[0], registered, n=1, cutoff=0.0)[0]
+        close = max(registered, key=lambda other: _likeness(named[0], other))
         raise ValueError(
             f"{where}: architectures names {named[0]}, which nothing installed converts; known are "
             f"{', '.join(sorted(registered))} (nearest: {close})"
@@ -107,6 +107,13 @@ def architecture_for(
         else:
             return architecture
     raise ValueError(f"no Hugging Face architecture can express this model: {'; '.join(refusals)}")
+
+
+def _likeness(one: str, other: str) -> tuple[float, float]:
+    """How much two names of classes are alike: before what the class is for, then as a whole."""
+    stems = one.partition("For")[0], other.partition("For")[0]
+    alike, whole = (difflib.SequenceMatcher(None, *pair).ratio() for pair in (stems, (one, other)))
+    return alike, whole
 
 
 def _registered() -> dict[str, EntryPoint]:
