@@ -155,7 +155,7 @@ def build_session(
 
 def _units(model: GPT) -> list[nn.Module]:
     """The modules whose parameters are gathered together where these are sharded."""
-    units = [module for module in model.modules() if isinstance(module, Block)]
+    units: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block)]
     if model.config.embeds_at_end:  # used at both ends, and so for as long as the model runs
         return units
     ends = ("embedding", "lm_head")
