@@ -1,0 +1,70 @@
+"""How long saves and plans take, in seconds of CPU: what a busy machine does not change."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt.planning import describe, plan_save
+from mcore_parallel.layout import LayoutTensor, TensorLayout, plan
+
+pytestmark = pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="a minute (NIGHTLY)")
+
+
+def cpu_seconds(job: Callable[[], Any]) -> float:
+    start = time.process_time()
+    job()
+    return time.process_time() - start
+
+
+def test_five_thousand_small_tensors(tmp_path: Path) -> None:
+    names = [f"model/layers.{i}.norm.weight" for i in range(5000)]
+    tensors = {
+        name: LayoutTensor(torch.randn(64, 16), TensorLayout.whole(name, (64, 16)))
+        for name in names
+    }
+    mcore_ckpt.save(tmp_path / "first", step=1, tensors=dict(list(tensors.items())[:10]))
+    assert cpu_seconds(lambda: mcore_ckpt.save(tmp_path, step=1, tensors=tensors)) < 3
+    assert cpu_seconds(lambda: mcore_ckpt.load(tmp_path, tensors)) < 3
+
+
+def flat_shard(num_tensors: int, rank: int, num_ranks: int) -> dict[str, Any]:
+    """What a rank describes that holds its share of all tensors, one after the other."""
+    shape = (1024, 256)
+    numel = shape[0] * shape[1]
+    total = num_tensors * numel
+    step = -(-total // num_ranks)
+    low, high = rank * step, min((rank + 1) * step, total)
+    first, last = low // numel, -(-high // numel)
+    wholes = [
+        TensorLayout.whole(f"model/layers.{i}.w", shape).reshaped((numel,))
+        for i in range(first, last)
+    ]
+    layout = TensorLayout.concat(wholes).flat_range(low - first * numel, high - first * numel)
+    return describe({"shard": LayoutTensor(torch.empty(1).expand(layout.shape), layout)})
+
+
+def test_planning_for_thousands_of_ranks() -> None:
+    """100,000 tensors over 4,096 ranks."""
+    described = [flat_shard(100_000, rank, 4096) for rank in range(4096)]
+    bounds = {"chunk_bytes": 8 << 20, "exchange_bytes": 256 << 20}
+    assert cpu_seconds(lambda: plan_save(described, range(4096), **bounds)) < 10
+
+
+def test_planning_from_one_cut_to_another() -> None:
+    """20,000 tensors on 8 ranks, rows and columns, into columns: 720,000 copies."""
+    shape = (1024, 512)
+    sources: dict[int, dict[str, TensorLayout]] = {rank: {} for rank in range(8)}
+    targets: dict[int, dict[str, TensorLayout]] = {rank: {} for rank in range(8)}
+    for i in range(20_000):
+        whole = TensorLayout.whole(f"model/layers.{i}.w", shape)
+        for held, dim in ((sources, i % 2), (targets, 1)):
+            size = shape[dim] // 8
+            for rank in range(8):
+                held[rank][f"{i}"] = whole.slice(dim, rank * size, rank * size + size)
+    assert cpu_seconds(lambda: plan(sources, targets)) < 15
