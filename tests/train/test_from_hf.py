@@ -12,7 +12,8 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt.convert import convert
-from mcore_ckpt.hf import SafetensorsFolder
+from mcore_ckpt.hf import HFFolder, SafetensorsFolder
+from mcore_ckpt.sources import MappedSource, metas
 from mcore_models.hf import LLAMA, MIXTRAL, differences
 from mcore_parallel import ParallelMesh
 from mcore_parallel.testing import RankPool
@@ -105,6 +106,29 @@ def test_every_rank_starts_with_its_part_of_the_weights(
                 if name.startswith("model/"):
                     assert value.dtype == torch.float32
     assert seen == set(names) | {f"model/{name}" for name in names}
+
+
+def test_experts_come_apart_into_the_slices_of_an_optimizer(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Functions of whole tensors, gates and values that alternate, into flat parts of them."""
+    pytest.importorskip("transformers")
+    import families
+    import folders
+
+    path = folders.save(families.random_model("gpt-oss"), tmp_path / "hf")
+    opened = HFFolder.open(path)
+    tensors = opened.tensors()
+    source = MappedSource(tensors, opened.mapping.forward(metas(tensors)))
+    seen = set()
+    layout = {"dp": 2, "ep": 2}
+    for held in ranks.run(loaded, 2, tree(path, parallel=layout, precision="bf16")):
+        for name, parts in held.items():
+            whole = source.read(name.removeprefix("model/"))
+            seen.add(name.removeprefix("model/"))
+            for box, value in parts:
+                assert torch.equal(value, whole[box.slices].to(value.dtype)), name
+    assert seen == set(source)
 
 
 def shapes_of(model: Any) -> dict[str, Any]:
