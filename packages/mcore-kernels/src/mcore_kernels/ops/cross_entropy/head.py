@@ -25,6 +25,9 @@ LOGITS_BYTES = 768 * 2**20
 """Logits held at a time unless `chunk_size` says otherwise: few enough chunks that adding each to
 the float32 gradient of the weight does not take longer than the products."""
 
+TILE = 256
+"""Rows of a product's tile, of which chunks are multiples."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadLoss:
@@ -128,7 +131,8 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | N
         return chunk_size
     most = max(1, LOGITS_BYTES // max(1, columns * hidden.element_size()))
     chunks = max(1, -(-tokens // most))
-    return max(1, -(-tokens // chunks))  # of equal size
+    size = max(1, -(-tokens // chunks))  # of equal size, but whole tiles of a product
+    return min(-(-size // TILE) * TILE, most) if size > TILE else size
 
 
 @dataclass(frozen=True, kw_only=True)

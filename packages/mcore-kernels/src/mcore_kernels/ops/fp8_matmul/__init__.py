@@ -30,7 +30,7 @@ OPERATOR = Operator(
             limits=native_limits,
             second="triton",
             priority=20,
-            summary="torch's scaled product; blocks of other sizes than 128 go to triton",
+            summary="torch's scaled product; of blocks, those of e4m3 in pieces with tiles of 128",
         ),
     ),
 )

@@ -23,7 +23,7 @@ def fp8_matmul(
 ) -> Tensor:
     """See `mcore_kernels.protocols.Fp8MatmulOp`."""
     if a_block[1]:
-        return _by_blocks(a, a_scale, b, b_scale, b_block, dtype)
+        return _by_blocks(a, a_scale, b, b_scale, dtype)
     if a_block == (0, 0):
         a_scale, b_scale = a_scale.view(()), b_scale.view(())
     else:
@@ -33,20 +33,15 @@ def fp8_matmul(
     )
 
 
-def _by_blocks(  # noqa: PLR0917 -- one internal caller
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_block: Block, dtype: torch.dtype
+def _by_blocks(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Pieces of 128 with pieces or with tiles; the product wants scales of pieces column by column,
-    and those of tiles with room for a multiple of four along what is summed.
+    """Pieces of 128 with tiles; the product wants scales of pieces column by column, and those of
+    tiles with room for a multiple of four along what is summed.
     """
-    kinds = F.ScalingType
-    down = a_scale.t().contiguous().t()
-    if b_block == (1, 128):
-        across, kind = b_scale.t().contiguous().t(), kinds.BlockWise1x128
-    else:
-        across = F.pad(b_scale, (0, -b_scale.shape[1] % 4)).t()
-        kind = kinds.BlockWise128x128
     return F.scaled_mm(
-        a.contiguous(), b.contiguous().t(), down, kinds.BlockWise1x128, across, kind,
+        a.contiguous(), b.contiguous().t(),
+        a_scale.t().contiguous().t(), F.ScalingType.BlockWise1x128,
+        F.pad(b_scale, (0, -b_scale.shape[1] % 4)).t(), F.ScalingType.BlockWise128x128,
         output_dtype=dtype,
     )  # fmt: skip

@@ -33,7 +33,9 @@ def native_limits(
 ) -> str | None:
     """What torch's scaled product takes."""
     blocks, dtype = (options["a_block"], options["b_block"]), options["dtype"]
-    if blocks[0] == (1, 128) and blocks[1] in ((1, 128), (128, 128)):
+    if blocks == ((1, 128), (128, 128)):
+        if not a.dtype == b.dtype == torch.float8_e4m3fn:
+            return "needs e4m3 in both factors for scales of blocks"
         sizes = a.shape[0], b.shape[0], a.shape[1]
         if any(size % 128 for size in sizes) or not a.numel():
             return f"needs sizes that 128 divides for scales of blocks, got {sizes}"

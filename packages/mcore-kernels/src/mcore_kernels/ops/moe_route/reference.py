@@ -53,5 +53,7 @@ def choose(logits: Tensor, scores: Tensor, correction: Tensor | None, rule: Rout
 
 
 def _first_largest(values: Tensor, count: int) -> Tensor:
-    # topk promises nothing about equal values; a stable sort keeps the lowest number first.
+    # topk promises nothing about equal values; a stable sort keeps the lowest number first. A GPU
+    # sorts by bits, so that a NaN with a sign, as a CPU rounds it to bfloat16, would come last.
+    values = torch.where(values.isnan(), torch.nan, values)
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
