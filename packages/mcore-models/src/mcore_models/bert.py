@@ -197,12 +197,14 @@ def padded_batch(
     *,
     positions: Tensor | None = None,
     token_types: Tensor | None = None,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    sample_ids: Tensor | None = None,
 ) -> TokenBatch:
     """The flat batch of `tokens` [B, S] of which the first `lengths` [B] of each sample are text.
 
     What follows them is a document of its own: the N = 2 · B documents are texts and paddings in
-    turn, and texts alone, N = B, without `lengths`. `token_types` [B, S] and `positions` [B, S] as
-    in `TokenBatch`.
+    turn, and texts alone, N = B, without `lengths`. The others as in `TokenBatch.from_samples`.
     """
     samples, size = tokens.shape
     if positions is None:
@@ -212,5 +214,12 @@ def padded_batch(
         starts = torch.arange(samples, device=tokens.device) * size
         bounds = torch.stack([starts, starts + lengths.to(tokens.device)], dim=1).flatten()
         bounds = torch.cat([bounds, bounds.new_tensor([samples * size])])
-    batch = TokenBatch.from_samples(tokens, positions=positions, cu_seqlens=bounds)
+    batch = TokenBatch.from_samples(
+        tokens,
+        positions=positions,
+        cu_seqlens=bounds,
+        labels=labels,
+        loss_mask=loss_mask,
+        sample_ids=sample_ids,
+    )
     return replace(batch, token_types=None if token_types is None else token_types.flatten())

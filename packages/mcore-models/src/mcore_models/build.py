@@ -132,6 +132,12 @@ def check_layout(
         raise ValueError(
             f"an encoder with a decoder that reads it (t5) runs on tp and dp alone, not on {asked}"
         )
+    if cp > 1 and "*" in letters and not config.attention.causal:
+        # Documents are filled up at their ends, where a causal mask alone hides what is added.
+        raise ValueError(
+            f"tokens that see later ones (attention.causal=False) cannot be cut over cp={cp}: "
+            f"use cp=1"
+        )
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
         whole = sorted(letters - set("*+MG-E.") | letters & set("*+MG") & set(builders or {}))

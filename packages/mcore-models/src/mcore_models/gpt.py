@@ -256,6 +256,11 @@ class GPT(nn.Module):
         names = (*auxiliary_names(self.config.moe), *loss_names(self.config))
         return AuxiliaryLosses(counts, names)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers here, in the order in which they run."""
+        return list(self.layers.values())
+
     def specs(self) -> dict[str, ParamSpec]:
         """Layout, initial values and gradient synchronisation of every parameter here, by name.
 

@@ -118,7 +118,7 @@ class T5(GPT):
         return self._logits(out)
 
     @property
-    def stack_layers(self) -> list[nn.Module]:
+    def blocks(self) -> list[nn.Module]:
         """The layers of both stacks, in the order in which they run."""
         return [*self.encoder.layers.values(), *self.decoder.layers.values()]
 

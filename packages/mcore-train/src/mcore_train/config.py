@@ -20,6 +20,7 @@ from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, check_sequence
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.checks import require as _require
+from mcore_train.denoising import MaskingOptions, SpanOptions, check_denoising
 from mcore_train.optim.scaler import LossScaleConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -46,7 +47,8 @@ class DataConfig:
 
     `tokenizer` is a folder written by `mcore-data train-tokenizer`, or anything else that
     `mcore_data.load_tokenizer` reads; it travels into the checkpoints. `mock` makes random tokens
-    instead. The four options on documents are those of `mcore_data.GPTDataset`.
+    instead. The four options on documents are those of `mcore_data.GPTDataset`. `masking` and
+    `spans` say what a BERT and a T5 learn to restore, of files with a sequence for every sentence.
     """
 
     train: Path | None = None
@@ -65,6 +67,8 @@ class DataConfig:
     mask_after_eod: bool = False
     cache: Path | None = None
     mock: bool = False
+    masking: MaskingOptions | None = None
+    spans: SpanOptions | None = None
 
     def __post_init__(self) -> None:
         _require(self.seq_length >= 1, f"seq_length={self.seq_length} must be at least 1")
@@ -309,6 +313,7 @@ class TrainConfig:
         check_sequence(self.parallel, self.data.seq_length)
         self.recompute.check(self.model, self.parallel)
         model, data = self.model, self.data
+        check_denoising(model.family, data)
         _require(
             model.position != "learned" or data.seq_length <= model.max_positions,
             f"data.seq_length={data.seq_length} exceeds model.max_positions={model.max_positions}"

@@ -28,7 +28,10 @@ from mcore_data.tokenizers import load_tokenizer, tokenizer_files
 from mcore_models import TokenBatch
 from mcore_parallel import Group, ParallelMesh, broadcast, broadcast_object
 from mcore_train.config import TrainConfig
+from mcore_train.families import family_of
 from mcore_train.sources import open_datasets
+
+_SOURCE = "source."
 
 
 class ReplicaData:
@@ -121,11 +124,10 @@ class ReplicaData:
         self.loader.close()
 
     def _read(self, source: Callable[[], Iterable[MicroBatch]]) -> list[TokenBatch]:
-        packed, vocabulary = self.config.data.reset_attention, self.config.model.vocab_size
         batches = []
         for arrays in source():
-            check_tokens(arrays, vocabulary)
-            batches.append(flat_batch(arrays, packed=packed))
+            check_tokens(arrays, self.config.model.vocab_size)
+            batches.append(family_of(self.config).batch(arrays, self.config))
         return batches
 
     def _share(self, source: Callable[[], Iterable[MicroBatch]]) -> list[TokenBatch]:
@@ -156,7 +158,9 @@ def check_tokens(arrays: MicroBatch, vocab_size: int) -> None:
     Raises:
         ValueError: names the sample, the token and the vocabulary that would hold it.
     """
-    for name in ("tokens", "labels"):
+    for name in ("tokens", "labels", "encoder_tokens"):
+        if name not in arrays:
+            continue
         if (lowest := int(arrays[name].min(initial=0))) < 0:
             row = int(np.argmin(arrays[name].min(axis=1)))
             raise ValueError(
@@ -170,22 +174,6 @@ def check_tokens(arrays: MicroBatch, vocab_size: int) -> None:
                 f"sample {arrays['sample_ids'][row]} of the data holds token {highest}: "
                 f"model.vocab_size={vocab_size} is too small, use {highest + 1} or more"
             )
-
-
-def flat_batch(arrays: MicroBatch, *, packed: bool) -> TokenBatch:
-    """Return a micro-batch of `mcore_data` ([B, S] arrays) as the model takes it.
-
-    packed: attention stays inside the documents of a sample.
-    """
-    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    return TokenBatch.from_samples(
-        tensors["tokens"],
-        labels=tensors["labels"],
-        loss_mask=tensors["loss_mask"],
-        positions=tensors["positions"],
-        sample_ids=tensors["sample_ids"],
-        cu_seqlens=tensors["cu_seqlens"] if packed else None,
-    )
 
 
 def share_batches(batches: list[TokenBatch] | None, group: Group) -> list[TokenBatch]:
@@ -213,13 +201,19 @@ def share_batches(batches: list[TokenBatch] | None, group: Group) -> list[TokenB
 
 
 def _tensors(batch: TokenBatch) -> dict[str, Tensor]:
+    """The tensors of a batch, and of what it reads behind `source.`, by name."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if batch.source is not None:
+        found |= {_SOURCE + name: value for name, value in _tensors(batch.source).items()}
+    return found
 
 
 def _describe(batch: TokenBatch) -> dict[str, Any]:
     tensors = {name: (value.dtype, value.numel()) for name, value in _tensors(batch).items()}
-    return {"tensors": tensors, "max_seqlen": batch.max_seqlen, "uniform": batch.uniform}
+    source = batch.source
+    shapes = [None if part is None else (part.max_seqlen, part.uniform) for part in (batch, source)]
+    return {"tensors": tensors, "shapes": shapes}
 
 
 def _num_bytes(tensors: dict[str, tuple[torch.dtype, int]]) -> int:
@@ -235,7 +229,14 @@ def _unpack(header: list[dict[str, Any]], payload: Tensor) -> list[TokenBatch]:
             # clone: a view at an odd offset would not be aligned for its dtype
             tensors[name] = payload[at:end].clone().view(dtype)
             at = end
-        batches.append(TokenBatch(max_seqlen=row["max_seqlen"], uniform=row["uniform"], **tensors))
+        own = {name: value for name, value in tensors.items() if not name.startswith(_SOURCE)}
+        read = {name.removeprefix(_SOURCE): tensors[name] for name in tensors if name not in own}
+        (longest, uniform), other = row["shapes"]
+        source = None
+        if other is not None:
+            source = TokenBatch(max_seqlen=other[0], uniform=other[1], **read)
+        batch = TokenBatch(max_seqlen=longest, uniform=uniform, source=source, **own)
+        batches.append(batch)
     return batches
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from mcore_models import GPT, TokenBatch, build_model, freeze, import_builders
 from mcore_models.common import Block
+from mcore_models.common.encoder_decoder import StackLayer
 from mcore_parallel import (
     Channel,
     GradientBuckets,
@@ -138,7 +139,7 @@ def build_session(
         build_rule(config.optimizer, mesh.device, adam=config.kernels.adam),
         hyper=decay(config.optimizer.weight_decay),
     )
-    optimizer.gather_on_use(model.layers.values())
+    optimizer.gather_on_use(model.blocks)
     return Session(
         config=config,
         plan=plan,
@@ -155,7 +156,8 @@ def build_session(
 
 def _units(model: GPT) -> list[nn.Module]:
     """The modules whose parameters are gathered together where these are sharded."""
-    units: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block)]
+    blocks = (Block, StackLayer)
+    units: list[nn.Module] = [m for m in model.modules() if isinstance(m, blocks)]
     if model.config.embeds_at_end:  # used at both ends, and so for as long as the model runs
         return units
     ends = ("embedding", "lm_head")

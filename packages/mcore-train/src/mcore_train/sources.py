@@ -14,10 +14,8 @@ from mcore_data import (
     BlendedDataset,
     BlendSampler,
     Corpus,
-    GPTDataset,
     IndexedReader,
     JoinedDataset,
-    MockDataset,
     SampleSource,
     Tokenizer,
     WeightSchedule,
@@ -25,6 +23,7 @@ from mcore_data import (
     load_tokenizer,
 )
 from mcore_train.config import BatchConfig, DataConfig, TrainConfig
+from mcore_train.families import family_of
 
 SPLIT = "969,30,1"
 """How documents are divided over training, validation and test where nothing says it."""
@@ -79,13 +78,12 @@ def open_datasets(config: TrainConfig) -> Datasets:
 
 
 def _mock(config: TrainConfig) -> Datasets:
-    size, vocabulary = config.data.seq_length, config.model.vocab_size
-    windows = config.evaluate.windows
-    train = MockDataset(MOCK_SAMPLES, size, vocabulary, config.seed)
+    family, windows = family_of(config), config.evaluate.windows
+    train = family.mock(MOCK_SAMPLES, config, config.seed)
     return Datasets(
         train=train,
         sampler=_shuffled(config, train),
-        validation={"validation": MockDataset(windows, size, vocabulary, config.seed + 1)},
+        validation={"validation": family.mock(windows, config, config.seed + 1)},
         tokenizer=None,
     )
 
@@ -144,7 +142,7 @@ def check_files(config: TrainConfig) -> None:
     for blend in (corpus.train, *sets):
         for prefix in blend.prefixes:
             reader = IndexedReader(prefix)
-            sequences[prefix] = len(reader)
+            sequences[prefix] = family_of(config).count(reader)
             reader.close()
     split = corpus.split
     counts = [sequences[prefix] for blend in sets for prefix in blend.prefixes]
@@ -247,26 +245,14 @@ class _Files:
         """Return which sequences of the file belong to the part."""
         if prefix not in self.readers:
             self.readers[prefix] = IndexedReader(prefix)
-        count = len(self.readers[prefix])
+        count = family_of(self.config).count(self.readers[prefix])
         return range(count) if self.split is None else document_ranges(self.split, count)[part]
 
-    def samples(self, prefix: str, part: int) -> GPTDataset:
+    def samples(self, prefix: str, part: int) -> SampleSource:
         """Return one epoch of the samples of a part of the file."""
-        data = self.config.data
-        documents = self.documents(prefix, part)
+        documents, config = self.documents(prefix, part), self.config
         try:
-            return GPTDataset(
-                self.readers[prefix],
-                documents,
-                seq_length=data.seq_length,
-                seed=self.config.seed,
-                eod_id=self.eod_id,
-                reset_positions=data.reset_positions,
-                reset_attention=data.reset_attention,
-                mask_eod_loss=data.mask_eod_loss,
-                mask_after_eod=data.mask_after_eod,
-                cache_dir=data.cache,
-            )
+            return family_of(config).samples(self.readers[prefix], documents, config, self.eod_id)
         except ValueError as error:
             raise ValueError(f"{_PARTS[part]} data: {error}") from None
 

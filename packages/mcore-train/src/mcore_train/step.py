@@ -149,8 +149,8 @@ class Step:
         """Leave the gradient of the whole global batch, times `scale`, in the buckets."""
         session = self.session
         model, mesh = session.model.train(), session.mesh
-        tokens = count_tokens(batches, mesh)
-        counts = GlobalCounts(tokens=tokens)
+        counts = count_all(batches, mesh)
+        tokens = int(counts.tokens)
         auxiliary = model.auxiliary_losses(counts)
         scale = self.scale
         if scale != 1.0:
@@ -250,8 +250,7 @@ def evaluate(session: Session, name: str = "validation") -> float:
     """Return the mean loss over all valid tokens of a validation set; all ranks call it."""
     mesh, model = session.mesh, session.model
     batches = session.data.validation_batches(name)
-    tokens = count_tokens(batches, mesh)
-    counts = GlobalCounts(tokens=tokens)
+    counts = count_all(batches, mesh)
 
     def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
         return model.loss(batch, hidden, counts=counts)
@@ -309,6 +308,16 @@ def pipeline_schedule(mesh: ParallelMesh, micro_batches: int) -> Schedule:
 def stage_actions(mesh: ParallelMesh, micro_batches: int) -> Sequence[Action]:
     """The actions of this rank's pipeline stage."""
     return pipeline_schedule(mesh, micro_batches)[mesh.pp.rank]
+
+
+def count_all(batches: list[TokenBatch], mesh: ParallelMesh) -> GlobalCounts:
+    """What counts in the losses of the global batch; reduces over dp and cp."""
+    labels = [batch.document_labels for batch in batches if batch.document_labels is not None]
+    documents = 0.0
+    if labels:
+        mine = torch.stack([(label >= 0).sum(dtype=torch.float64) for label in labels]).sum()
+        documents = float(all_reduce(mine, mesh.dp_cp))
+    return GlobalCounts(tokens=count_tokens(batches, mesh), documents=documents)
 
 
 def count_tokens(batches: list[TokenBatch], mesh: ParallelMesh) -> int:

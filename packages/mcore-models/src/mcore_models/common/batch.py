@@ -110,14 +110,16 @@ class TokenBatch:
         Reads `cu_seqlens` from the device, unless `uniform`.
 
         Raises:
-            ValueError: this is a share already, or `rank` is none of the `size`.
+            ValueError: this is a share already, `rank` is none of the `size`, or the batch has
+                what is not cut: a source, or labels of documents.
         """
         if self.shares > 1:
             raise ValueError(f"the batch is one of {self.shares} shares already: share the whole")
         if size == 1:
             return self
-        if self.source is not None:
-            raise ValueError(f"a batch that reads a source cannot be cut over cp={size}: use cp=1")
+        for name in ("source", "document_labels"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"a batch with {name} cannot be cut over cp={size}: use cp=1")
         if self.uniform is None:
             bounds: list[int] = self.cu_seqlens.tolist()
         else:
@@ -130,8 +132,7 @@ class TokenBatch:
         tensors: dict[str, Tensor] = {
             f.name: value
             for f in fields(self)
-            if f.name not in ("cu_seqlens", "document_labels")
-            and isinstance(value := getattr(self, f.name), Tensor)
+            if f.name != "cu_seqlens" and isinstance(value := getattr(self, f.name), Tensor)
         }
         if uneven and self.loss_mask is None:
             tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
@@ -139,10 +140,6 @@ class TokenBatch:
             mine = split.take(padding.pad(value), rank)
             unused = mine.new_zeros(missing, *mine.shape[1:])
             tensors[name] = torch.cat([mine, unused]) if missing else mine
-        if self.document_labels is not None:
-            # The first token, which speaks for its document, is among those of rank 0.
-            asked = self.document_labels if rank == 0 else torch.full_like(self.document_labels, -1)
-            tensors["document_labels"] = asked
         local = torch.tensor(split.local_bounds, dtype=torch.int32)
         uniform = self.uniform
         return replace(
