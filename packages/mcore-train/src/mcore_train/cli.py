@@ -112,6 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="append one JSON row")
     bench.set_defaults(run=_bench, takes_overrides=True)
 
+    merge = commands.add_parser(
+        "merge", help="write a run with adapters (lora) as one without, or its adapters alone"
+    )
+    merge.add_argument(
+        "source", type=Path, metavar="RUN", help="its checkpoint, or the directory of several"
+    )
+    merge.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory")
+    merge.add_argument(
+        "--peft", action="store_true", help="write the adapters alone, as a folder for PEFT"
+    )
+    merge.set_defaults(run=_merge, takes_overrides=False)
+
     recipes = commands.add_parser("recipes", help="list the recipes of this package")
     recipes.set_defaults(run=_recipes, takes_overrides=False)
     return parser
@@ -249,6 +261,16 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
         if args.json is not None:
             with args.json.open("a") as file:
                 file.write(json.dumps({"preset": args.preset} | report.row()) + "\n")
+    return 0
+
+
+def _merge(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_train.adapters import merge_run, open_run, save_peft
+
+    if args.peft:
+        print(f"adapters in {save_peft(args.to, open_run(args.source)[0])}")
+    else:
+        print(f"merged weights in {merge_run(args.source, args.to)}")
     return 0
 
 

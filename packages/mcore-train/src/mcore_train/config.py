@@ -16,6 +16,7 @@ from typing import Final, Literal
 from mcore_data import BatchRamp, BatchSteps
 from mcore_kernels import KernelConfig
 from mcore_models import ModelConfig
+from mcore_models.adapters import LoRAConfig
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, check_sequence
 from mcore_train.checkpoint_config import CheckpointConfig
@@ -281,7 +282,8 @@ class TrainConfig:
     `precision` is that of weights and activations in forward and backward passes; masters and
     moments are fp32. `loss_scale` is for fp16. `builders` is the import path, `module:NAME`, of the
     builders of parts of one's own, by pattern letter (`mcore_models.build_model`). `freeze` are
-    patterns of names of global tensors that are not trained (`mcore_models.freeze`).
+    patterns of names of global tensors that are not trained (`mcore_models.freeze`). With `lora`
+    low-rank adapters are trained, and nothing else (`mcore_models.adapters`).
 
     Raises:
         ValueError: one line with the place, the numbers and the nearest valid values.
@@ -306,6 +308,7 @@ class TrainConfig:
     device: Device = "auto"
     builders: str | None = None
     freeze: tuple[str, ...] = ()
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")

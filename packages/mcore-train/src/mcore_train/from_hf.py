@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mcore_ckpt.hf import HFFolder, load_hf
 from mcore_models import ModelConfig
 from mcore_models.hf import ARCHITECTURES, differences
 from mcore_parallel import Group
+from mcore_parallel.layout import LayoutTensor
 from mcore_train.session import Session
 
 _CONFIG = "config.json"
@@ -53,6 +55,15 @@ def is_hf(found: mcore_ckpt.Found) -> bool:
     return found.state.get("format") == "hf"
 
 
+def without_adapters(tensors: Mapping[str, LayoutTensor]) -> dict[str, LayoutTensor]:
+    """What of these local tensors is no adapter's: all that weights from elsewhere can fill."""
+    return {
+        key: value
+        for key, value in tensors.items()
+        if not any(".lora_" in name for name in value.layout.names())
+    }
+
+
 def load_hf_weights(session: Session, found: mcore_ckpt.Found, free: set[str]) -> None:
     """Fill the weights, masters included, each rank from its own bytes; all ranks call it.
 
@@ -71,6 +82,6 @@ def load_hf_weights(session: Session, found: mcore_ckpt.Found, free: set[str]) -
             )
     # Read by our model: it may have what matters to training alone, such as a router's load.
     folder = replace(HFFolder.open(found.path, known=ARCHITECTURES), model=ours)
-    tensors = session.optimizer.state_tensors()
+    tensors = without_adapters(session.optimizer.state_tensors())
     load_hf(folder, tensors, session.mesh.world, prefix="model/", known=ARCHITECTURES)
     session.optimizer.load_finished()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mcore_models import GPT, TokenBatch, build_model, freeze, import_builders
+from mcore_models.adapters import add_lora
 from mcore_models.common import Block
 from mcore_models.common.encoder_decoder import StackLayer
 from mcore_parallel import (
@@ -125,6 +126,8 @@ def build_session(
         recompute=config.recompute,
         builders=import_builders(config.builders),
     )
+    if config.lora is not None:
+        add_lora(model, config.lora)
     freeze(model, config.freeze)
     buckets = data_parallel(
         model,

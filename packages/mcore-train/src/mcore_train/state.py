@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
 from mcore_ckpt.local import FoundLocal, load_local
 from mcore_models import ModelConfig
+from mcore_models.adapters import LoRAConfig
 from mcore_models.parts import TRAINING_FIELDS
 from mcore_parallel import Group
 from mcore_parallel.layout import LayoutTensor
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.config import TrainConfig
-from mcore_train.from_hf import find_hf, is_hf, load_hf_weights
+from mcore_train.from_hf import find_hf, is_hf, load_hf_weights, without_adapters
 from mcore_train.load import config_to_tree, from_tree
 from mcore_train.session import Session
 
@@ -125,6 +126,38 @@ def check_same_model(
             raise ValueError(f"{name}={new}, but {found.path} was trained with {old}: {advice}")
 
 
+def begins_adapters(
+    config: TrainConfig, found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool
+) -> bool:
+    """Whether the config has adapters that the checkpoint lacks, and begins with its weights.
+
+    Raises:
+        ValueError: adapters of another kind, or none on one side where that loses some.
+    """
+    saved = found.state["config"].get("lora")
+    before = None if saved is None else from_tree(LoRAConfig, saved)
+    now = config.lora
+    if before is None:
+        if now is not None and not weights_only:
+            raise ValueError(
+                f"lora.rank={now.rank}, but {found.path} was trained without adapters: take its "
+                f"weights alone (checkpoint.load with weights_only)"
+            )
+        return now is not None
+    if now is None:
+        raise ValueError(
+            f"{found.path} was trained with adapters (lora.rank={before.rank}): give the same "
+            f"lora, or merge them first with mcore-train merge"
+        )
+    for field in fields(LoRAConfig):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        if old != new and field.name != "dropout":
+            raise ValueError(
+                f"lora.{field.name}={new}, but {found.path} was trained with {old}: use {old}"
+            )
+    return False
+
+
 def _pairs(
     saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
@@ -171,6 +204,8 @@ def load_state(
     _check_complete(found, weights_only=weights_only, reset_step=reset_step)
     check_same_model(session.config, found, weights_only=weights_only)
     tensors = session.optimizer.state_tensors()
+    if begins_adapters(session.config, found, weights_only=weights_only):
+        tensors = without_adapters(tensors)
     prefixes = WEIGHTS if weights_only else None
     if isinstance(found, FoundLocal):
         load_local(found, tensors, session.mesh.world, prefixes=prefixes)
