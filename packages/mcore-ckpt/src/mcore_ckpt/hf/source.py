@@ -31,7 +31,7 @@ class _Place:
 class SafetensorsFolder:
     """The tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`.
 
-    Opening reads the headers alone. Files are mapped into memory while a region is copied out of
+    `single` is another name in place of the first. Opening reads the headers alone. Files are mapped into memory while a region is copied out of
     them, so that of a region of a few columns, too, only its own pages are read.
 
     Raises:
@@ -40,16 +40,16 @@ class SafetensorsFolder:
             the tensor or the field.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, single: str = SINGLE) -> None:
         self.folder = Path(folder)
         self._places: dict[str, _Place] = {}
-        single, index = self.folder / SINGLE, self.folder / INDEX
-        if single.is_file():
-            self._add(single)
+        file, index = self.folder / single, self.folder / INDEX
+        if file.is_file():
+            self._add(file)
         elif index.is_file():
             self._add_all(index)
         else:
-            raise FileNotFoundError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
+            raise FileNotFoundError(f"{self.folder} has neither {single} nor {INDEX}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

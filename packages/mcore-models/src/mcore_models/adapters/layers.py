@@ -64,10 +64,9 @@ class Adapter(nn.Module):
         bound = 1 / math.sqrt(base.in_features)
         self._init = Init(kind="uniform", low=-bound, high=bound)
         *stack, _, inputs = base.weight.shape
-        where = {"device": base.weight.device, "dtype": base.weight.dtype}
         rank, outputs = config.rank, sum(self._rows[i] for i in self.adapted)
-        self.a = nn.Parameter(torch.zeros(*stack, len(self.adapted) * rank, inputs, **where))
-        self.b = nn.Parameter(torch.zeros(*stack, outputs, rank, **where))
+        self.a = nn.Parameter(base.weight.new_zeros(*stack, len(self.adapted) * rank, inputs))
+        self.b = nn.Parameter(base.weight.new_zeros(*stack, outputs, rank))
 
     @property
     def _rows(self) -> tuple[int, ...]:
@@ -90,7 +89,7 @@ class Adapter(nn.Module):
         """What the adapters add to the local weight, fp32, of its shape: scale · B A."""
         base: Any = self.base
         whole = torch.zeros_like(base.weight, dtype=torch.float32)
-        places = whole.split(list(self._rows), dim=-2)
+        places = torch.split(whole, list(self._rows), -2)
         with torch.no_grad():
             for i, (a, b) in zip(self.adapted, self.pairs(), strict=True):
                 places[i].copy_((b.float() @ a.float()) * self.config.scale)
@@ -135,7 +134,7 @@ class Adapter(nn.Module):
 
     def _inner_with_b(self, inner: Tensor) -> list[tuple[Tensor, Tensor]]:
         b = [b for _, b in self.pairs()]
-        return list(zip(inner.split(self.config.rank, dim=-1), b, strict=True))
+        return list(zip(torch.split(inner, self.config.rank, -1), b, strict=True))
 
     def _spread_out(self, inner: Tensor, found: Sequence[Tensor]) -> Tensor:
         """The outputs of the adapted parts in their places among zeros [T, O here]."""
@@ -231,9 +230,10 @@ class Adapter(nn.Module):
             return layout if dim is not None else layout.replicated(etp.rank, etp.size)
 
         by_columns = isinstance(base, ExpertColumnLinear)
-        outputs = (
-            [base.parts[i].features for i in self.adapted] if by_columns else [base.out_features]
-        )
+        if isinstance(base, ExpertColumnLinear):
+            outputs = [base.parts[i].features for i in self.adapted]
+        else:
+            outputs = [base.out_features]
         cut_a, cut_b = (None, 0) if by_columns else (1, None)
         a = [cut(_a(name), (rank, base.in_features), cut_a) for name in names]
         b = [cut(_b(n), (size, rank), cut_b) for n, size in zip(names, outputs, strict=True)]

@@ -18,6 +18,7 @@ from mcore_models.common.latent_attention import LatentAttention
 from mcore_models.gpt import GPT
 from mcore_parallel import RngKey, initialise
 from mcore_parallel.expert import ExpertColumnLinear, ExpertRowLinear
+from mcore_parallel.layout import LayoutTensor
 from mcore_parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 _KINDS = (ColumnParallelLinear, RowParallelLinear, ExpertColumnLinear, ExpertRowLinear)
@@ -62,6 +63,21 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     """The adapters of a model, by the name of the module that each is added to."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
     return {name.rpartition(".")[0]: module for name, module in found.items()}
+
+
+def adapter_tensors(model: GPT, prefix: str = "model/") -> dict[str, LayoutTensor]:
+    """A and B of all adapters here, with their layouts, to save or fill alone.
+
+    Their global names begin with `prefix`, as in a checkpoint of the whole model.
+    """
+    specs = model.specs()
+    return {
+        name: LayoutTensor(
+            model.get_parameter(name).detach(), specs[name].layout.renamed(prefix.__add__)
+        )
+        for place in adapters(model)
+        for name in (f"{place}.lora.a", f"{place}.lora.b")
+    }
 
 
 def merge(model: GPT) -> None:
