@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from mcore_kernels import KernelConfig, Kernels, Target
 from mcore_models import (
     LatentAttentionConfig,
     ModelConfig,
@@ -137,3 +138,20 @@ def test_heads_that_cannot_be_cut_are_refused() -> None:
         check_layout(MODEL, layout)
     with pytest.raises(ValueError, match="two parts called 'attention'"):
         build_model(replace(MODEL, num_heads=4, pattern=("+*", "+-")))
+
+
+def test_the_kernel_that_is_named_and_wider_heads_than_it_takes() -> None:
+    """On a GPU, that need not be there to say so: decoding uses what takes such heads."""
+    target = Target(device_type="cuda", arch=(9, 0), dtype=torch.bfloat16)
+    names = dict.fromkeys(Kernels().choices(), "reference")
+    kernels = Kernels(KernelConfig(**{**names, "attention": "flash"}), target)
+    wide = replace(MODEL, latent=LatentAttentionConfig(num_heads=4))
+    mixer: Any = build_model(wide, kernels=kernels, device="meta").layers["0"].attention
+    assert mixer._attention.name == "flash"
+    assert mixer._over_latents.name == "reference"
+    with pytest.raises(ValueError, match=r"'flash' cannot run on .*head"):
+        build_model(
+            replace(wide, latent=LatentAttentionConfig(num_heads=4, head_dim=256)),
+            kernels=kernels,
+            device="meta",
+        )

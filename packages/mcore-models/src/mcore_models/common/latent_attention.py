@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mcore_kernels import Kernels, rope_cos_sin
+from mcore_kernels import resolve, rope_cos_sin
 from mcore_models.common.batch import KVCache, TokenBatch, TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.norm import RMSNorm
@@ -40,7 +40,9 @@ class LatentAttention(nn.Module):
     group, and over the context-parallel group as `Attention` does.
 
     Tokens in a cache are not brought up again: as k = Uk · c and v = Uv · c for a pressed c, a
-    query looks at c itself through Ukᵀ, and the sum of c that it finds goes through Uv.
+    query looks at c itself through Ukᵀ, and the sum of c that it finds goes through Uv. These heads
+    are wider than most kernels take: where the one that is asked for by name cannot, decoding uses
+    the best that runs.
     """
 
     parallel = True
@@ -78,7 +80,7 @@ class LatentAttention(nn.Module):
             dtype=build.dtype,
         )
         self._rope = build.kernels.rope
-        self._over_latents = _attention_of_size(build, latent.kept_dim)
+        self._over_latents = _attention_over_latents(build, latent.kept_dim)
         self._shares = build.mesh.cp.size
         op = _attention_of_size(build, latent.query_dim)
         self._attention: AttentionOp = op
@@ -210,12 +212,17 @@ def _column(
 
 
 def _attention_of_size(build: BuildContext, size: int) -> AttentionGradOp:
-    """The attention that runs with heads of so many channels, of those that the model may use."""
+    """The attention of the model's kernels for heads of so many channels."""
     kernels = build.kernels
     if kernels.target.head_dim == size:
         return kernels.attention
+    target = replace(kernels.target, head_dim=size)
+    return resolve("attention", target=target, require=kernels.config.choice("attention"))
 
-    def make() -> Kernels:
-        return Kernels(kernels.config, replace(kernels.target, head_dim=size))
 
-    return build.shared(("kernels", size), make).attention
+def _attention_over_latents(build: BuildContext, size: int) -> AttentionOp:
+    """The same where few kernels take so many channels: else the best that runs."""
+    try:
+        return _attention_of_size(build, size)
+    except ValueError:
+        return resolve("attention", target=replace(build.kernels.target, head_dim=size))
