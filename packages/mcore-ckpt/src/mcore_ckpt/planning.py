@@ -5,8 +5,6 @@ Pure arithmetic: every rank computes the same plan from the same descriptions.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from mcore_parallel.layout import (
     plan,
     row_major_strides,
 )
+from mcore_parallel.layout.plan import collecting_paused
 
 _IMBALANCE = 1.1  # a rank may write this many times the average before it hands chunks over
 
@@ -133,23 +132,8 @@ def plan_save(
         ValueError: ranks disagree on a tensor's dtype or shape, or their fragments do not tile it
             exactly once per replica; names the tensor.
     """
-    with _collecting_paused():
+    with collecting_paused():
         return _plan_save(descriptions, ranks, chunk_bytes, exchange_bytes)
-
-
-@contextlib.contextmanager
-def _collecting_paused() -> Iterator[None]:
-    """Hold back garbage collection: a plan is millions of objects that are all in use.
-
-    Looking at them over and over took half of the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _plan_save(
