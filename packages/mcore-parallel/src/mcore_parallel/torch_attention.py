@@ -68,7 +68,8 @@ def _capped(q: Tensor, k: Tensor, masking: _Masking) -> Tensor:
 
 def _hide(scores: Tensor, masking: _Masking) -> Tensor:
     """The same scores, minus infinity where a query may not see a key."""
-    hidden = masking.hidden(*scores.shape[-2:], scores.device)
+    lq, lk = scores.shape[-2:]
+    hidden = masking.hidden(lq, lk, scores.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 

@@ -77,18 +77,17 @@ class Shard:
         Gradients are multiplied by `grad_scale` in place, unless the rule does it in its one pass.
         """
         for run in self._runs:
-            numbers = {
-                "lr": lr * run.hyper.lr_multiplier,
-                "weight_decay": run.hyper.weight_decay,
-                "step": step,
-            }
+            rate, weight_decay = lr * run.hyper.lr_multiplier, run.hyper.weight_decay
             if self._one_pass is not None:
                 self._one_pass.update_once(
-                    run.value, run.grad, run.state, grad_scale=grad_scale, copy=run.copy, **numbers
-                )
+                    run.value, run.grad, run.state, lr=rate, weight_decay=weight_decay, step=step,
+                    grad_scale=grad_scale, copy=run.copy,
+                )  # fmt: skip
             else:
                 scaled = run.grad if grad_scale == 1.0 else run.grad.mul_(grad_scale)
-                self._rule.update(run.value, scaled, run.state, **numbers)
+                self._rule.update(
+                    run.value, scaled, run.state, lr=rate, weight_decay=weight_decay, step=step
+                )
         if self._one_pass is None:
             self.publish()
 
