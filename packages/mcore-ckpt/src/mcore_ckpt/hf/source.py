@@ -31,8 +31,9 @@ class _Place:
 class SafetensorsFolder:
     """The tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`.
 
-    `single` is another name in place of the first. Opening reads the headers alone. Files are mapped into memory while a region is copied out of
-    them, so that of a region of a few columns, too, only its own pages are read.
+    `single` is another name in place of the first. Opening reads the headers alone. Files are
+    mapped into memory while a region is copied out of them, so that of a region of a few columns,
+    too, only its own pages are read.
 
     Raises:
         FileNotFoundError: neither of the two is there.
