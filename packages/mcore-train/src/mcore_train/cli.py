@@ -124,6 +124,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     merge.set_defaults(run=_merge, takes_overrides=False)
 
+    upcycle = commands.add_parser(
+        "upcycle",
+        help="write a dense model as one with experts that computes the same",
+        epilog="Fields of the experts are options: --moe.num_experts 8 --moe.top_k 2",
+    )
+    upcycle.add_argument("source", type=Path, help="a checkpoint or a Hugging Face folder")
+    upcycle.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory")
+    upcycle.add_argument(
+        "--layers", type=int, nargs="+", metavar="I", help="whose MLPs become experts; default all"
+    )
+    upcycle.add_argument("--seed", type=int, default=1234, metavar="N", help="of the routers")
+    upcycle.set_defaults(run=_upcycle, takes_overrides=True)
+
     recipes = commands.add_parser("recipes", help="list the recipes of this package")
     recipes.set_defaults(run=_recipes, takes_overrides=False)
     return parser
@@ -271,6 +284,23 @@ def _merge(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"adapters in {save_peft(args.to, open_run(args.source)[0])}")
     else:
         print(f"merged weights in {merge_run(args.source, args.to)}")
+    return 0
+
+
+def _upcycle(args: argparse.Namespace, rest: list[str]) -> int:
+    from mcore_train.load import parse_overrides
+    from mcore_train.upcycle import upcycle
+
+    moe = {}
+    for path, value in parse_overrides(rest):
+        if len(path) != 2 or path[0] != "moe":
+            raise ValueError(f"--{'.'.join(path)} is no field of the experts, as --moe.top_k is")
+        moe[path[1]] = value
+    for name in ("num_experts", "top_k"):
+        if name not in moe:
+            raise ValueError(f"--moe.{name} is missing")
+    made = upcycle(args.source, args.to, moe, layers=args.layers, seed=args.seed)
+    print(f"model with experts in {made}")
     return 0
 
 

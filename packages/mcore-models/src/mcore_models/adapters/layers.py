@@ -80,10 +80,9 @@ class Adapter(nn.Module):
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """A [r, I] and B [O, r] of each adapted part, local, of experts stacked [e, …]."""
-        a = self.a.split(self.config.rank, dim=-2)
-        return list(
-            zip(a, self.b.split([self._rows[i] for i in self.adapted], dim=-2), strict=True)
-        )
+        rows = [self._rows[i] for i in self.adapted]
+        a, b = torch.split(self.a, self.config.rank, -2), torch.split(self.b, rows, -2)
+        return list(zip(a, b, strict=True))
 
     def delta(self) -> Tensor:
         """What the adapters add to the local weight, fp32, of its shape: scale · B A."""
