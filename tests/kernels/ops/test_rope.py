@@ -153,6 +153,13 @@ LONG = {
             LONG,
             LongRopeScaling(factors=FACTORS, extension=32.0, original_length=4096),
         ),
+        (
+            "longrope",
+            {**LONG, "attention_factor": 1.25},
+            LongRopeScaling(
+                factors=FACTORS, extension=32.0, original_length=4096, given_attention_factor=1.25
+            ),
+        ),
     ],
 )
 def test_scaled_angles_are_those_of_transformers(

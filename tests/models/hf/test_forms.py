@@ -184,6 +184,34 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             ),
         },
     ),
+    "LLaMA with lists of factors and a factor of their own": (
+        "LlamaForCausalLM",
+        {
+            "rope_scaling": {
+                "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 512, "factor": 4.0, "attention_factor": 1.25,
+            },
+        },
+        {
+            "rope": RopeConfig(
+                scaling="longrope", factor=4.0, short_factors=(1.0,) * 8, long_factors=(2.0,) * 8,
+                original_length=512, attention_factor=1.25,
+            ),
+        },
+    ),
+    "Gemma 2 tuned without caps": (
+        "Gemma2ForCausalLM",
+        {
+            "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16,
+            "num_key_value_heads": 2,
+        },
+        {
+            "logit_softcap": None,
+            "attention": AttentionConfig(
+                output_bias=False, scale=0.0625, window=4096, local_layers=(0, 2)
+            ),
+        },
+    ),
     "Phi-4-mini": (
         "Phi3ForCausalLM",
         {"partial_rotary_factor": 0.75, "rope_scaling": None},

@@ -57,7 +57,7 @@ _RULES = (
     *_FIRST,
     Choice("hidden_activation", "activation", _GEGLUS),
     Power("query_pre_attn_scalar", "attention.scale", 256, power=-0.5),
-    Field("final_logit_softcapping", "logit_softcap", float, default=None),
+    Field("final_logit_softcapping", "logit_softcap", float, default=None, null=True),
     Ours("norm_place", "both"),
 )
 
@@ -97,7 +97,7 @@ GEMMA2 = Architecture(
             tie_word_embeddings=True,
             final_logit_softcapping=30.0,
         ),
-        Field("attn_logit_softcapping", "attention.softcap", float, default=50.0),
+        Field("attn_logit_softcapping", "attention.softcap", float, default=50.0, null=True),
         Windows(4096, alternate),
         Rope(),
     ),

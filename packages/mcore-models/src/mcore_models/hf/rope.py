@@ -32,7 +32,11 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
             )
         },
     },
-    "longrope": {**_COMMON, "short_factor": "short_factors", "long_factor": "long_factors"},
+    "longrope": {
+        **_COMMON,
+        **{"short_factor": "short_factors", "long_factor": "long_factors"},
+        "attention_factor": "attention_factor",
+    },
 }
 """Of each kind of scaling the fields there and in `RopeConfig`."""
 

@@ -65,6 +65,7 @@ def put(config: dict[str, Any], name: str, value: Any) -> None:
 class Field:
     """A field that both have, of type `kind` (int, float or bool); absent or null is `default`.
 
+    `null` says that null is None all the same, where the default is a number.
     `ours` may be that of a part, `moe.top_k`. `also` are other names that theirs has had; it is
     written under the one that is there.
     """
@@ -74,6 +75,7 @@ class Field:
     kind: type
     default: Any = REQUIRED
     also: tuple[str, ...] = ()
+    null: bool = False
 
     def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
         """Take the value over."""
@@ -82,7 +84,8 @@ class Field:
         if value is None:
             if self.default is REQUIRED:
                 raise ValueError(f"{self.theirs} is missing")
-            give(fields, self.ours, self.default)
+            is_null = self.null and self.theirs in config
+            give(fields, self.ours, None if is_null else self.default)
             return
         known = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in known:

@@ -30,8 +30,8 @@ class RopeConfig:
     `mscale` and `mscale_all_dim` (DeepSeek) or the paper say, and `truncate` puts the ends of the
     ramp on whole pairs; "longrope" divides pair i by `short_factors[i]` in documents of at most
     `original_length` tokens and by `long_factors[i]` in longer ones, with `factor` the most that a
-    text is stretched (Ding et al., 2024). A text that outgrows `original_length` while it is
-    generated keeps its earlier keys.
+    text is stretched (Ding et al., 2024), from which `attention_factor` follows unless it is given.
+    A text that outgrows `original_length` while it is generated keeps its earlier keys.
 
     `sections` are numbers of pairs that follow a token's position in time, height and width
     (Qwen2-VL); with `interleaved_sections` the axes take turns (Qwen3-VL).
@@ -136,6 +136,7 @@ class RopeConfig:
                     factors=factors,
                     extension=self.factor,
                     original_length=self.original_length,
+                    given_attention_factor=self.attention_factor,
                 )
                 for factors in (self.short_factors, self.long_factors)
             )
@@ -191,5 +192,5 @@ _OPTIONAL: dict[RopeScalingKind | None, tuple[str, ...]] = {
     "yarn": (
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
     ),
-    "longrope": (),
+    "longrope": ("attention_factor",),
 }

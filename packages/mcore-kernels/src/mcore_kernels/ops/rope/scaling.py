@@ -143,16 +143,20 @@ class LongRopeScaling:
     """A factor for each pair (Ding et al. 2024, arXiv:2402.13753), as Phi-3 has.
 
     Models bring one list for texts within the original length and one for longer ones: whoever
-    knows the length gives the list. `extension` is the new length over the original one.
+    knows the length gives the list. `extension` is the new length over the original one, from which
+    `attention_factor` follows unless it is given.
     """
 
     factors: tuple[float, ...]
     extension: float
     original_length: int
+    given_attention_factor: float | None = None
 
     @property
     def attention_factor(self) -> float:
         """See `RopeScaling`."""
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
         if self.extension <= 1.0:
             return 1.0
         return math.sqrt(1.0 + math.log(self.extension) / math.log(self.original_length))
