@@ -11,6 +11,7 @@ import torch
 
 from mcore_data import IndexedWriter
 from mcore_models import TokenBatch
+from mcore_models.common.recompute import RecomputeConfig, RecomputeMode
 from mcore_parallel import ParallelConfig, ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train.config import TrainConfig
@@ -86,17 +87,19 @@ def from_files(family: str, prefix: Path, **fields: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "recompute"),
     [
-        ("bert", "tp=2,dp=2"),
-        ("bert", "tp=2,sp,pp=2"),
-        ("bert", "dp=2,zero=3"),
-        ("t5", "tp=2,dp=2"),
-        ("t5", "tp=2,sp"),
-        ("t5", "dp=2,zero=3"),
+        ("bert", "tp=2,dp=2", "none"),
+        ("bert", "tp=2,sp,pp=2", "full"),
+        ("bert", "dp=2,zero=3", "selective"),
+        ("t5", "tp=2,dp=2", "none"),
+        ("t5", "tp=2,sp", "none"),
+        ("t5", "dp=2,zero=3", "none"),
     ],
 )
-def test_over_a_layout_as_in_one_process(ranks: RankPool, family: str, layout: str) -> None:
+def test_over_a_layout_as_in_one_process(
+    ranks: RankPool, family: str, layout: str, recompute: RecomputeMode
+) -> None:
     """Losses, every gradient and the parameters after two steps."""
     config = comparable(run(family))
     if family not in _SINGLE:
@@ -105,7 +108,8 @@ def test_over_a_layout_as_in_one_process(ranks: RankPool, family: str, layout: s
         assert {*single.auxiliary[0]} == EXTRA[family]
         _SINGLE[family] = single
     parallel = ParallelConfig.parse(layout)
-    tree = config_to_tree(dataclasses.replace(config, parallel=parallel))
+    again = RecomputeConfig(mode=recompute)
+    tree = config_to_tree(dataclasses.replace(config, parallel=parallel, recompute=again))
     size = parallel.model_size * (parallel.dp or 1)
     found = ranks.run(record_rank, size, tree, STEPS, timeout=200)[0]
     report = compare(_SINGLE[family], found, layout=layout, world_size=size)

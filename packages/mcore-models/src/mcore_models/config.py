@@ -69,7 +69,7 @@ _OPTIONS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only language model: what is computed, not where or how fast.
+    """A language model, most often a decoder: what is computed, not where or how fast.
 
     `pattern` has one entry per layer: two letters, the mixer and the feed-forward, each a residual
     step behind its own norm. `*` is attention, `+` the latent attention that `latent`
@@ -99,6 +99,9 @@ class ModelConfig:
     Embeddings are multiplied by `embedding_scale`, outputs of mixers and feed-forwards by
     `residual_scale` before they are added, and logits by `logit_scale`; with `logit_softcap` c they
     then become c · tanh(logit / c).
+
+    `bert` makes an encoder of it, with heads for masked tokens and pairs of segments, and `t5` an
+    encoder with a decoder that reads it (`family`).
 
     `dropout` is the probability for the embedding and for the output of every mixer and
     feed-forward; attention probabilities are never dropped.

@@ -65,6 +65,9 @@ def _in_force(model: ModelConfig) -> dict[str, Any]:
     for name in ("mamba", "delta_net"):
         if values[name] is not None:
             values[name] = _recurrent(values[name])
+    if model.t5 is not None:
+        below = model.t5.num_decoder_layers or model.num_layers
+        values["t5"] = replace(model.t5, num_decoder_layers=below)
     if model.moe is not None:
         values["moe"] = _experts(model, model.moe)
     return values
