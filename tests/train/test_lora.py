@@ -10,6 +10,7 @@ import torch
 import mcore_ckpt
 from mcore_ckpt.convert import convert
 from mcore_models import GPT, ModelConfig, build_model
+from mcore_models.adapters import LoRAConfig, adapter_tensors, add_lora
 from mcore_parallel import ParallelConfig, ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train import pretrain
@@ -40,7 +41,8 @@ def config_of(**fields: object) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(2, "tp=2,sp"), (2, "pp=2"), (2, "dp=2,zero=1"), (2, "dp=2,zero=3")]
+    ("world", "layout"),
+    [(2, "tp=2,sp"), (2, "pp=2"), (2, "cp=2"), (2, "dp=2,zero=1"), (2, "dp=2,zero=3")],
 )
 def test_layouts_equal_one_process(ranks: RankPool, world: int, layout: str) -> None:
     """Loss, gradients and parameters of adapters with dropout; nothing else has a gradient."""
@@ -116,6 +118,17 @@ def test_a_run_goes_on_with_the_adapters_it_had(runs: tuple[Path, Path], tmp_pat
     for place, lora, message in cases:
         with pytest.raises(ValueError, match=message):
             pretrain(config_of(lora=lora, steps=5, checkpoint={"load": str(place)}))
+
+
+def test_adapters_are_saved_and_loaded_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    model, _ = open_run(runs[1])
+    mcore_ckpt.save(tmp_path, step=1, tensors=adapter_tensors(model))
+    assert all(".lora_" in name for name in mcore_ckpt.open(tmp_path))
+    other = open_plain(runs[0]).eval()
+    add_lora(other, LoRAConfig(rank=3))
+    mcore_ckpt.load(tmp_path, adapter_tensors(other))
+    tokens = torch.arange(12)[None]
+    assert torch.equal(other(tokens), model(tokens))
 
 
 def test_a_merged_run_is_one_without_adapters(

@@ -18,6 +18,7 @@ from mcore_models import (
     TokenBatch,
     build_model,
     llama,
+    preset,
 )
 from mcore_models.adapters import LoRAConfig, adapters, add_lora, merge, merged
 from mcore_models.common.recompute import RecomputeConfig
@@ -139,6 +140,9 @@ def test_dropout_needs_a_key_and_is_none_in_evaluation() -> None:
     assert torch.equal(model.eval()(tokens), plain(tokens))
     with pytest.raises(ValueError, match=r"cannot reach layers\.0\.moe\.experts\.gate"):
         add_lora(build_model(EXPERTS), replace(LORA, dropout=0.1))
+    encoder = build_model(preset("t5-small"), device="meta")
+    with pytest.raises(ValueError, match=r"lora\.dropout=0\.1 and t5"):
+        add_lora(encoder, LoRAConfig(dropout=0.1, targets=("*.attention.q",)))
 
 
 @pytest.mark.parametrize("config", [LLAMA, ONE_HEAD, EXPERTS, MIXED], ids=[*"abcd"])

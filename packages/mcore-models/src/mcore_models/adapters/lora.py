@@ -34,14 +34,14 @@ def add_lora(model: GPT, config: LoRAConfig, *, key: RngKey = DEFAULT_KEY) -> tu
 
     Raises:
         ValueError: a pattern matches no linear layer on any rank, dropout is asked for within
-            experts, or the model has adapters already.
+            experts or in a T5, or the model has adapters already.
     """
     if adapters(model):
         raise ValueError("the model has adapters: merge them first")
     linears = _linears(model)
     names = [name for path, linear in linears.items() for name in part_names(linear, path)]
     check_matches("lora.targets", config.targets, names, model.mesh.world)
-    _check_dropout(config, names)
+    _check_dropout(config, names, model)
     model.requires_grad_(False)
     found: list[str] = []
     for path, linear in linears.items():
@@ -147,9 +147,13 @@ def _linears(model: GPT) -> dict[str, Linear]:
     }
 
 
-def _check_dropout(config: LoRAConfig, names: list[str]) -> None:
+def _check_dropout(config: LoRAConfig, names: list[str], model: GPT) -> None:
     if not config.dropout:
         return
+    if model.config.t5 is not None:
+        raise ValueError(
+            f"lora.dropout={config.dropout} and t5, whose layers see two sequences: use dropout 0"
+        )
     inside = next((x for x in names if ".moe." in x and _matches(x, config)), None)
     if inside is not None:
         raise ValueError(
