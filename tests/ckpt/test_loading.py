@@ -139,6 +139,7 @@ def test_tensors_renamed_by_rule(tmp_path: Path) -> None:
         ([("model/x", "y")], "'model/x' matches no tensor; there is exp_avg/a, model/a, model/b"),
         ([("model/[ab]", "model/c")], "model/a and model/b would both be called model/c"),
         ([("model/(a)", "model/{2}")], r"no group for what 'model/\{2\}' names"),
+        ([("model/(a)", "model/{1.x}")], r"no group for what 'model/\{1.x\}' names"),
     ],
 )
 def test_rules_that_cannot_be(path: Path, rules: list[tuple[str, str]], message: str) -> None:

@@ -232,6 +232,16 @@ def test_an_error_leaves_the_save_before(ranks: RankPool, tmp_path: Path) -> Non
         assert {name.step for name in names(machine(tmp_path, rank))} == {1}
 
 
+def save_with_other_copies(folder: Path) -> None:
+    group = Group.world()
+    save_local(folder, step=1, tensors={}, group=group, copies=group.rank)
+
+
+def test_ranks_that_want_other_numbers_of_copies(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="copies is 0 on rank 0 but 1 on rank 1 of 2"):
+        ranks.run(save_with_other_copies, 2, tmp_path)
+
+
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="copies is -1; nearest valid: 0"):
         save_local(tmp_path, step=1, tensors={}, copies=-1)

@@ -43,6 +43,27 @@ def test_the_scale_grows_and_falls() -> None:
     assert LossScaler(LossScaleConfig(growth=1.0, backoff=1.0)).is_least
 
 
+def test_a_scale_between_powers_falls_to_the_least() -> None:
+    scaler = LossScaler(LossScaleConfig(initial=128.0, least=100.0))
+    assert not scaler.is_least
+    scaler.update(finite=False)
+    assert scaler.scale == 100.0
+    assert scaler.is_least
+
+
+def test_counters_beyond_a_shorter_interval() -> None:
+    """A run that goes on with less patience, or shorter intervals, than it was begun with."""
+    long = LossScaler(LossScaleConfig(initial=64.0, interval=10, patience=5))
+    for finite, expected in ((True, 128.0), (False, 32.0)):
+        long.load_state_dict({"scale": 64.0, "good": 0, "bad": 0})
+        for _ in range(4):
+            long.update(finite=finite)
+        short = LossScaler(LossScaleConfig(interval=3, patience=2))
+        short.load_state_dict(long.state_dict())
+        short.update(finite=finite)
+        assert short.scale == expected
+
+
 def test_its_state_comes_back() -> None:
     """U21: the scale and the counters are those of the save, not those of the start."""
     scaler = LossScaler(LossScaleConfig(initial=1024.0, interval=5, patience=2))

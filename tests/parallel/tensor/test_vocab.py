@@ -291,3 +291,22 @@ def test_rows_are_added_to_the_buffer_of_the_table(world: int, ranks: RankPool) 
     for plain, added, said in ranks.run(_gradient_in_place, world):
         assert said
         torch.testing.assert_close(added, plain + 1, rtol=1e-6, atol=0)
+
+
+def test_rows_are_added_in_the_same_order_each_time() -> None:
+    """Bit by bit what autograd finds, also with several threads and few tokens that differ."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(7, (4096,), generator=generator)
+    dy = torch.randn(4096, 64, generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        plain = VocabParallelEmbedding(7, 64)
+        plain(tokens).backward(dy)
+        for _ in range(4):
+            table = VocabParallelEmbedding(7, 64, accumulate=True)
+            table.weight.main_grad = torch.zeros_like(table.weight)
+            table(tokens).backward(dy)
+            assert torch.equal(table.weight.main_grad, plain.weight.grad)
+    finally:
+        torch.set_num_threads(threads)

@@ -69,8 +69,10 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
     if len(given) != count:
         raise ValueError(f"{len(given)} weights for {count} checkpoints; give one for each")
     total = sum(given)
-    if not total > 0 or min(given) < 0:
-        raise ValueError(f"weights {given} must not be negative, and not all be 0")
+    if not 0 < total < float("inf") or min(given) < 0:
+        raise ValueError(
+            f"weights {given} must not be negative, and not all be 0; their sum must be finite"
+        )
     return [weight / total for weight in given]
 
 

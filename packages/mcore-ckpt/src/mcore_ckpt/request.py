@@ -46,9 +46,9 @@ def check_retention(keep_last: int | None, keep_every: int | None) -> None:
 def check_same(requests: list[dict[str, Any]], state: Mapping[str, Any], group: Group) -> None:
     """Raise ValueError on every rank when ranks ask for different things; names the first."""
     first = requests[0]
-    for key in ("step", "chunk_bytes", "exchange_bytes"):
+    for key in ("step", "chunk_bytes", "exchange_bytes", "copies"):
         for rank, other in enumerate(requests):
-            if other[key] != first[key]:
+            if other.get(key) != first.get(key):
                 raise ValueError(
                     f"{key} is {first[key]} on rank 0 but {other[key]} on rank {rank} "
                     f"of {group.size}"

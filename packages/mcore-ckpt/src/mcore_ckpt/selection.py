@@ -66,7 +66,7 @@ def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> Mapping[s
                 unused.discard(rule.pattern)
                 try:
                     new = replacement.format(name, *match.groups(""), **match.groupdict(""))
-                except (KeyError, IndexError, ValueError):
+                except (LookupError, ValueError, TypeError, AttributeError):
                     raise ValueError(
                         f"rename {rule.pattern!r} has no group for what {replacement!r} names"
                     ) from None

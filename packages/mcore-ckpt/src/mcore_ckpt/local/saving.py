@@ -73,7 +73,8 @@ def save_local(
             state=state,
         )
         describe(tensors)  # finds what cannot be saved while all ranks listen
-        return {**request, "save": uuid.uuid4().hex[:16], "host": host or socket.gethostname()}
+        own = {"save": uuid.uuid4().hex[:16], "host": host or socket.gethostname()}
+        return {**request, **own, "copies": copies}
 
     requests = together(group, what, ask)
     check_same(requests, state, group)

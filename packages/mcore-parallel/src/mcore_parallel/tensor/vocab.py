@@ -137,7 +137,10 @@ class _LookUp(torch.autograd.Function):
             return None, None
         buffer = main_grad(ctx.weight)
         values = dy.reshape(-1, dy.shape[-1]).to(buffer.dtype)
-        buffer.index_put_((rows.reshape(-1),), values, accumulate=True)
+        if buffer.device.type == "cpu":  # where several threads of index_put_ add in any order
+            buffer.index_add_(0, rows.reshape(-1), values)
+        else:
+            buffer.index_put_((rows.reshape(-1),), values, accumulate=True)
         return added_to_main(ctx.weight), None
 
 

@@ -56,19 +56,19 @@ class LossScaler:
     @property
     def is_least(self) -> bool:
         """Whether gradients that are not finite cannot be mended by another scale."""
-        return self.scale * self.config.backoff < self.config.least or self.config.backoff == 1
+        return self.scale <= self.config.least or self.config.backoff == 1
 
     def update(self, *, finite: bool) -> None:
         """Take note of the gradients of a step, which every rank found to be finite or not."""
         if finite:
             self.good += 1
-            if self.good == self.config.interval:
+            if self.good >= self.config.interval:  # more: of a run whose interval was longer
                 self.scale *= self.config.growth
                 self.good = self.bad = 0
             return
         self.good = 0
         self.bad += 1
-        if self.bad == self.config.patience:
+        if self.bad >= self.config.patience:
             self.scale = max(self.scale * self.config.backoff, self.config.least)
             self.bad = 0
 
