@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,42 @@ def test_experts_of_two_ranks(ranks: RankPool) -> None:
     assert found is not None
     assert "layers.0.moe.experts.gate.lora_b.weight" in single.gradients
     report = compare(single, found, layout="ep=2", world_size=2)
+    assert report.holds, report.first_failure()
+
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "norm": "layer_norm", "norm_place": "sum", "activation": "gelu", "position": "learned",
+        "max_positions": 16, "linear_bias": True, "tied_embeddings": True,
+        "attention": {"causal": False}, "bert": {},
+    },
+    "t5": {
+        "position": "none", "tied_embeddings": True, "activation": "relu",
+        "attention": {"scale": 1.0}, "t5": {"num_buckets": 8, "max_distance": 10},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("bert", {"rank": 3, "dropout": 0.2}),
+        ("t5", {"rank": 3, "targets": ["encoder.layers.*", "decoder.layers.*"]}),
+    ],
+)
+def test_encoders_over_two_ranks(ranks: RankPool, family: str, lora: dict[str, object]) -> None:
+    """Also what reads another sequence: adapters of cross-attention."""
+    model = {**TREE["model"], "num_kv_heads": 4, **ENCODERS[family]}  # type: ignore[dict-item]
+    config = config_of(model=model, lora=lora, batch={"global_size": 2, "micro_size": 2})
+    single = record(config, ParallelMesh.single(), STEPS)
+    other = dataclasses.replace(config, parallel=ParallelConfig.parse("tp=2,sp"))
+    found = ranks.run(record_rank, 2, config_to_tree(other), STEPS, timeout=200)[0]
+    assert single is not None
+    assert found is not None
+    assert ("decoder.layers.0.cross_attention.k.lora_a.weight" in single.gradients) == (
+        family == "t5"
+    )
+    report = compare(single, found, layout="tp=2,sp", world_size=2)
     assert report.holds, report.first_failure()
 
 
