@@ -627,7 +627,7 @@ def test_the_command_says_what_it_wrote(
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    from mcore_ckpt.cli import _size
+    from mcore_ckpt.commands.sizes import parse_size
 
     sizes = {"5GB": 5e9, "200 mb": 2e8, "4GiB": 4 * 2**30, "17": 17, "3k": 3000, "1TB": 1e12}
-    assert {text: _size(text) for text in sizes} == sizes
+    assert {text: parse_size(text, "--size") for text in sizes} == sizes
