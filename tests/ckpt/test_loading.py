@@ -133,6 +133,20 @@ def test_tensors_renamed_by_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"prefixes": ["modle/", "w"]}, "no tensor begins with 'modle/' or 'w'; there is exp_avg/"),
+        ({"patterns": ["modle/*", "model/a"]}, "no tensor is called 'modle/\\*'; there is exp_av"),
+    ],
+)
+def test_a_selection_of_nothing(path: Path, names: dict[str, list[str]], message: str) -> None:
+    """Else the tensors would keep their values without a word."""
+    held = {"a": whole("model/a", torch.zeros(2, 3))}
+    with pytest.raises(ValueError, match=message):
+        mcore_ckpt.load(path, held, strict="report", **names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("rules", "message"),
     [
         ([("model/(", "x")], "rename 'model/\\(' is no regular expression"),

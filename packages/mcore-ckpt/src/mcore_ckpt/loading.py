@@ -67,7 +67,8 @@ def load(
 
     Raises:
         FileNotFoundError: on every rank: there is no committed checkpoint at `path`.
-        ValueError: on every rank: something does not fit (all of it is named).
+        ValueError: on every rank: something does not fit (all of it is named); or a pattern, or all
+            of the prefixes, select nothing.
         CheckpointError: on every rank: the checkpoint is damaged; names the tensor, the chunk and
             the file. Some tensors may have been filled by then.
     """

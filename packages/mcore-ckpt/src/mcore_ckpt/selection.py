@@ -30,13 +30,17 @@ class Selection:
         """Return the names that are selected, in their order.
 
         Raises:
-            ValueError: a pattern selects none of them.
+            ValueError: a pattern selects none of them, or none begins with any of the prefixes.
         """
         names = list(names)
         for pattern in self.patterns or ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"no tensor is called {pattern!r}; there is {_some(names)}")
-        return [name for name in names if name in self]
+        selected = [name for name in names if name in self]
+        if self.prefixes and names and not selected:
+            prefixes = " or ".join(map(repr, self.prefixes))
+            raise ValueError(f"no tensor begins with {prefixes}; there is {_some(names)}")
+        return selected
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> Mapping[str, str]:

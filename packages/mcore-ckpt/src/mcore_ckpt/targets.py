@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from mcore_ckpt.dtypes import converts, stored_type
@@ -73,7 +74,12 @@ def compare(
     """Return what does not fit between a checkpoint and what all ranks want.
 
     A tensor without elements is never missed: layouts need not name it at all.
+
+    Raises:
+        ValueError: the selection selects nothing, neither there nor here.
     """
+    wanted = list(wanted)
+    selection.of([*manifest.tensors, *chain.from_iterable(wanted)])
     missing: set[str] = set()
     mismatched: set[str] = set()
     named: set[str] = set()
