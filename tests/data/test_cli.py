@@ -179,6 +179,8 @@ def test_bench(capsys, monkeypatch):
     assert all(row.get("identical", True) for row in index.values())
     # Long samples are read at 40 M tokens per second; the machine may be busy.
     assert loader["mcore-data"]["tokens_per_second"] > 1e6
+    assert main([*small[:3], "--tokens", "inf"]) == 2
+    assert "--tokens is inf, it must be a finite number" in capsys.readouterr().err
     assert main([*small, "--repeats", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
 

@@ -100,6 +100,17 @@ CASES = [
     (cut("c.bin", 5), "split DIR/c --weights 1,1 --output DIR/o", "DIR/c.bin: truncated, 5 bytes"),
     (cut("c.bin", 9), "show DIR/c --sample 0 --seq-length 2", "DIR/c.bin: truncated, 9 bytes"),
     (cut("c.idx", 99), "plan DIR/c --seq-length 2", "DIR/c.idx: truncated, 99 bytes"),
+    # JSON that is nested too deep to be read.
+    (
+        written("deep.json", "[" * 100_000),
+        "plan --parts DIR/deep.json --seq-length 2",
+        r"DIR/deep.json: no JSON \(maximum",
+    ),
+    (
+        written("tekken.json", "[" * 100_000),
+        "show DIR/c --tokenizer DIR/tekken.json",
+        r"DIR/tekken.json: no JSON \(maximum",
+    ),
     # No index, or not the one of this file.
     (written("c.idx", "text " * 40), "verify DIR/c", "DIR/c.idx: starts with b'text text'"),
     (

@@ -181,6 +181,10 @@ def test_what_cannot_be_resumed(tmp_path):
     (folder / "000000.json").write_text("{")
     with pytest.raises(ValueError, match=r"000000.json: damaged \(.*; remove .*\.c\.parts"):
         preprocess([path], tokenizer=BYTE, output=tmp_path / "c", resume=True)
+    for other in ("{}", "[]"):
+        (folder / "000000.json").write_text(other)
+        with pytest.raises(ValueError, match=r"\.c\.parts is left from a run with other inputs"):
+            preprocess([path], tokenizer=BYTE, output=tmp_path / "c", resume=True)
 
 
 def test_command(tmp_path, capsys):

@@ -105,6 +105,8 @@ def test_exactness_needs_bytes():
     assert plain.unk_id in plain.encode("\u6f22")
     with pytest.raises(ValueError, match="no pieces for single bytes"):
         SentencePieceTokenizer(model.getvalue(), exact=True)
+    with pytest.raises(ValueError, match=r"e: no SentencePiece model \(0 bytes\)"):
+        SentencePieceTokenizer(b"", where="e")
     with pytest.raises(ValueError, match="m: no SentencePiece model"):
         SentencePieceTokenizer(b"nonsense", where="m")
 

@@ -80,7 +80,7 @@ class WeightSchedule:
         where = Path(path)
         try:
             rows = json.loads(where.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: no JSON ({error})") from None
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"{where}: it must hold a list of phases")

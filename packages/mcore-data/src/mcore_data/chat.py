@@ -316,7 +316,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: it holds no JSON object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     if min(args.documents, args.tokens, args.seq_length, args.repeats) < 1:
         raise ValueError("--documents, --tokens, --seq-length and --repeats must be at least 1")
+    if not math.isfinite(args.tokens):
+        raise ValueError(f"--tokens is {args.tokens}, it must be a finite number")
     names = ["numpy", "numba"] if compiled.available() else ["numpy"]
     builders = dict.fromkeys(names, bench_scripts.INDEX)
     builders[_MEGATRON] = bench_scripts.MEGATRON_INDEX

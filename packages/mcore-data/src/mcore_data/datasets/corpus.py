@@ -139,7 +139,7 @@ class Corpus:
         where = Path(path)
         try:
             value = json.loads(where.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: no JSON ({error})") from None
         if not isinstance(value, dict):
             raise ValueError(f"{where}: it holds no JSON object")

@@ -96,12 +96,12 @@ def _read(folder: Path, number: int, run: str) -> dict[str, Any] | None:
     """Return what a part's last file says; None where there is none."""
     path = folder / f"{number:06d}.json"
     try:
-        state: dict[str, Any] = json.loads(path.read_bytes())
+        state: Any = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); remove {folder} to start anew") from None
-    if state["run"] != run:
+    if not isinstance(state, dict) or state.get("run") != run:
         raise ValueError(
             f"{folder} is left from a run with other inputs, tokenizer or options; remove it to "
             "start anew"

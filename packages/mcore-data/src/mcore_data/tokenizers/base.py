@@ -197,7 +197,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: no tokenizer, it has no {CONFIG_FILE}")
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON ({error})") from None
     if not isinstance(config, dict) or config.get("format") != _FORMAT:
         raise ValueError(f'{path}: no tokenizer of ours, it lacks "format": "{_FORMAT}"')

@@ -184,7 +184,7 @@ class HFTokenizer(Tokenizer):
     def _object(self, file: str) -> dict[str, Any]:
         try:
             value = json.loads(self._files.get(file, b"{}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._where}/{file}: no JSON ({error})") from None
         if not isinstance(value, dict):
             raise ValueError(f"{self._where}/{file}: it holds no JSON object")

@@ -146,7 +146,7 @@ def _merges(raw: bytes, vocabulary: Mapping[str, int], where: str) -> list[str]:
 def _object(raw: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: no JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: it holds no JSON object")

@@ -127,7 +127,7 @@ def read_tekken(raw: bytes, where: str) -> RankVocabulary:
     """Return what a tekken file holds; ValueError says what is wrong with it."""
     try:
         content = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: no JSON ({error})") from None
     try:
         config = content["config"]

@@ -27,6 +27,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, *, exact: bool = False, where: str = "model") -> None:
         self._model = model
         self._exact = exact
+        if not model:  # which the library takes for one without a piece
+            raise ValueError(f"{where}: no SentencePiece model (0 bytes)")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
