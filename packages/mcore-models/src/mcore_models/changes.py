@@ -85,9 +85,7 @@ def freeze(model: GPT, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(frozen)
 
 
-def check_matches(
-    what: str, patterns: Collection[str], names: Sequence[str], world: Group
-) -> None:
+def check_matches(what: str, patterns: Collection[str], names: Sequence[str], world: Group) -> None:
     """Require that every pattern matches a name on some rank; all ranks have the same patterns."""
     if not patterns:
         return
