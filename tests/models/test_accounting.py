@@ -49,6 +49,7 @@ LATENT = ModelConfig(
         replace(GPT2, moe=replace(MOE, shared_ffn_size=12, router_bias=True)),
         replace(LLAMA, moe=MOE, pattern=("*-", "*E", "*E"), mtp=MTPConfig(num_depths=2)),
         replace(GPT2, mtp=MTPConfig()),
+        replace(GPT2, norm_place="sum", mtp=MTPConfig()),
         replace(LATENT, latent=replace(LATENT.latent, q_rank=None)),
         replace(LATENT, moe=MOE, mtp=MTPConfig()),
         replace(LLAMA, attention=AttentionConfig(qk_norm="head", gate=True), attention_bias=True),

@@ -50,7 +50,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         ValueError: when the pattern has a letter whose part is made by a builder: count the built
             model instead.
     """
-    norm = config.hidden_size * (2 if _has_norm_bias(config) else 1)
+    norm = _norm_size(config)
     kinds = [(x, config.attention.window_of(i)) for i, x in enumerate(config.layer_pattern)]
     layers = {kind: _layer(config, *kind, norm) for kind in set(kinds)}
     shapes = tuple(layers[kind] for kind in kinds)
@@ -77,7 +77,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
             model instead.
     """
     shape = model_shape(config)
-    further = _further(shape)
+    further = _further(shape, _norm_size(config))
     idle = further.routed + further.routed_vectors - further.active - further.active_vectors
     matmul = further.dense + further.routed
     return ParameterCount(
@@ -89,9 +89,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     )
 
 
-def _further(shape: ModelShape) -> Counts:
+def _further(shape: ModelShape, norm: int) -> Counts:
     """What `shape.parameters` leaves out: of each depth a layer, a projection and three norms."""
-    own = Counts(dense=2 * shape.hidden_size**2, vectors=3 * shape.vectors)
+    own = Counts(dense=2 * shape.hidden_size**2, vectors=3 * norm)
     layer = count_layer(shape.layers[-1], shape.hidden_size)
     return (layer + own).times(shape.predictions)
 
@@ -160,6 +160,10 @@ def _both_stacks(config: ModelConfig, norm: int) -> tuple[LayerShape, ...]:
     decoder = LayerShape(parts=(inside, across, mlp), vectors=3 * norm)
     count = config.t5.num_decoder_layers or config.num_layers
     return (encoder,) * config.num_layers + (decoder,) * count
+
+
+def _norm_size(config: ModelConfig) -> int:
+    return config.hidden_size * (2 if _has_norm_bias(config) else 1)
 
 
 def _has_norm_bias(config: ModelConfig) -> bool:
