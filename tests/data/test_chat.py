@@ -232,3 +232,10 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, source: str) ->
             assert template.render(turns, add_generation_prompt=more) == text
             ids = theirs(text, add_special_tokens=False)["input_ids"]
             assert template.encode(turns, ours, add_generation_prompt=more) == ids
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hello"}], 3])
+def test_without_a_template_contents_are_text(content):
+    """Python's words for what is no text are never learned."""
+    with pytest.raises(ValueError, match="content of a message is no text"):
+        ChatTemplate().render([{"role": "assistant", "content": content}])

@@ -200,7 +200,7 @@ def test_verify_finds_inner_damage(tmp_path, position, value, message, access):
             reader.get(0)
 
 
-def test_verify_finds_files_that_are_no_pair(tmp_path):
+def test_files_that_are_no_pair_do_not_open(tmp_path):
     """The index of another corpus, or of the same in another dtype, fits only by chance."""
     write(tmp_path / "c", [[1, 2, 3], [4, 5]])
     write(tmp_path / "wide", [[1, 2, 3], [4, 5]], "int32")
@@ -208,7 +208,7 @@ def test_verify_finds_files_that_are_no_pair(tmp_path):
     with pytest.raises(
         ValueError, match=r"c.bin: 20 bytes where the 2 .* take 0 to 10: .* no pair"
     ):
-        IndexedReader(tmp_path / "c").verify()
+        IndexedReader(tmp_path / "c")
 
 
 def test_verify_reads_the_tokens(tmp_path, monkeypatch):

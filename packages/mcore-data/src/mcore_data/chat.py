@@ -15,7 +15,9 @@ Message = Mapping[str, Any]
 """One turn: `role` and `content`, and whatever else the template reads."""
 
 PLAIN_TEMPLATE: Final = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}{% if message.content is not string %}"
+    "{{ raise_exception('the content of a message is no text, and there is no chat template') }}"
+    "{% endif %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """Used where a tokenizer brings no template: a line `role: content` per turn."""

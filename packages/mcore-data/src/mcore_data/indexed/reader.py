@@ -139,6 +139,17 @@ class IndexedReader:
                     f"{self.bin_path}: truncated, {size} bytes where the last of "
                     f"{len(self.lengths)} sequences ends at byte {end}"
                 )
+            # An index may have gaps; one without any that leaves bytes over is of another file, or
+            # says another dtype than was written.
+            if (
+                end < size
+                and int(self.offsets[0]) == 0
+                and end == self.num_tokens * self.dtype.itemsize
+            ):
+                raise ValueError(
+                    f"{self.bin_path}: {size} bytes where the {len(self.lengths)} sequences of its "
+                    f"index take 0 to {end}: written as another dtype, or the two are no pair"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)
