@@ -35,7 +35,8 @@ class TokenBatch:
     `token_types` [T] int64 are the segments of BERT, and `document_labels` [N] int64 say of each
     document whether its two segments are in order (0) or not (1), -1 where that is not asked.
     `source` is the encoder's micro-batch where this is the decoder's, document by document.
-    `shares` = n says that this is one rank's share of every document, as `share` cuts it.
+    `shares` = n says that this is one rank's share of every document, as `share` cuts it, and
+    `real` [T] bool which of its tokens are of the whole (all, without it).
     """
 
     tokens: Tensor
@@ -53,11 +54,12 @@ class TokenBatch:
     token_types: Tensor | None = None
     document_labels: Tensor | None = None
     source: "TokenBatch | None" = None
+    real: Tensor | None = None
     shares: int = 1
 
     def __post_init__(self) -> None:
         size = self.num_tokens
-        for name in ("tokens", "positions", "labels", "loss_mask", "rows", "token_types"):
+        for name in ("tokens", "positions", "labels", "loss_mask", "rows", "token_types", "real"):
             value: Tensor | None = getattr(self, name)
             if value is not None and value.shape != (size,):
                 raise ValueError(
@@ -134,8 +136,10 @@ class TokenBatch:
             for f in fields(self)
             if f.name != "cu_seqlens" and isinstance(value := getattr(self, f.name), Tensor)
         }
-        if uneven and self.loss_mask is None:
-            tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
+        if uneven:
+            tensors["real"] = torch.ones_like(self.tokens, dtype=torch.bool)
+            if self.loss_mask is None:
+                tensors["loss_mask"] = torch.ones_like(self.tokens, dtype=torch.float32)
         for name, value in tensors.items():
             mine = split.take(padding.pad(value), rank)
             unused = mine.new_zeros(missing, *mine.shape[1:])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_models.common.moe.router import Routing
-from mcore_models.common.moe.tokens import RoutedTokens
+from mcore_models.common.moe.tokens import VALID, RoutedTokens
 from mcore_models.parts import MoEConfig
 from mcore_parallel import all_gather
 
@@ -37,15 +37,15 @@ def keep_within_capacity(routing: Routing, tokens: RoutedTokens, moe: MoEConfig)
     everybody = all_gather(all_gather(padded, tokens.tp), tokens.cp)
     k, documents = moe.top_k, max(tokens.batch.num_documents, 1)
     experts, scores = everybody[:, :k].long(), everybody[:, k : 2 * k]
-    document, position, valid = everybody[:, 2 * k :].unbind(-1)
+    document, position, worth = everybody[:, 2 * k :].unbind(-1)
     in_batch = moe.capacity_scope == "micro_batch"
     place = torch.zeros_like(document).long() if in_batch else document.clamp(min=0).long()
-    count = (valid > 0).double()
+    count = (worth == VALID).double()
     counts = count.new_zeros(1 if in_batch else documents).index_add_(0, place, count)
     # A little less, lest rounding of the product makes room for one more.
     room = (moe.capacity_factor or 0.0) * counts * k / moe.num_experts
     capacity = (room - 1e-9).ceil().clamp(min=0)
-    order = _in_order(scores, (position, document, valid), moe)
+    order = _in_order(scores, (position, document, worth), moe)
     group = place.unsqueeze(-1) * moe.num_experts + experts.clamp(min=0)
     group = group.masked_fill(experts < 0, len(capacity) * moe.num_experts).flatten()
     kept = _ranks(group, order) < capacity.index_select(0, place).repeat_interleave(k)
@@ -60,7 +60,7 @@ def _keys(routing: Routing, tokens: RoutedTokens) -> Tensor:
     columns = [
         tokens.documents(),
         tokens.batch.positions[tokens.mine],
-        tokens.weights(torch.float64) > 0,
+        tokens.worth(),
     ]
     parts = [routing.experts, scores, torch.stack([c.double() for c in columns], -1)]
     return torch.cat([part.double() for part in parts], -1)
@@ -69,12 +69,12 @@ def _keys(routing: Routing, tokens: RoutedTokens) -> Tensor:
 def _in_order(scores: Tensor, keys: tuple[Tensor, Tensor, Tensor], moe: MoEConfig) -> Tensor:
     """All M · k choices from the first to be kept to the last: one index after another."""
     k = scores.shape[1]
-    position, document, valid = (key.repeat_interleave(k) for key in keys)
+    position, document, worth = (key.repeat_interleave(k) for key in keys)
     order = position.argsort(stable=True)
     order = order[document[order].argsort(stable=True)]
     if moe.drop_policy == "probability":
         order = order[scores.flatten()[order].argsort(stable=True, descending=True)]
-    return order[valid[order].argsort(stable=True, descending=True)]
+    return order[worth[order].argsort(stable=True, descending=True)]
 
 
 def _ranks(group: Tensor, order: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from torch import Tensor
 from mcore_models.common.batch import TokenBatch
 from mcore_parallel import Group, RngKey, all_reduce
 
+VALID = 2
+"""The worth of a token in the loss mask, see `RoutedTokens.worth`."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedTokens:
@@ -29,6 +32,14 @@ class RoutedTokens:
         if self.batch.loss_mask is not None:
             return self.batch.loss_mask[self.mine].to(dtype)
         return torch.ones_like(self.batch.tokens[self.mine], dtype=dtype)
+
+    def worth(self) -> Tensor:
+        """What goes before what [N], int64: `VALID` if it is in the loss mask, 1 for others of the
+        data, 0 for those that only fill up a share of a document.
+        """
+        real = self.batch.real
+        first = torch.ones_like(self.batch.tokens) if real is None else real.long()
+        return torch.where(self.weights(torch.float64) > 0, VALID, first[self.mine])
 
     def documents(self) -> Tensor:
         """The document of each [N], counted from 0 and alike on all ranks of `tp` and `cp`."""
