@@ -8,7 +8,7 @@ from mcore_models import GlobalCounts, ModelConfig, MoEConfig, TokenBatch, build
 from mcore_parallel import ParallelConfig, ParallelMesh, all_reduce
 from mcore_parallel.testing import RankPool
 
-LENGTH = 13
+LENGTH = 17
 """Odd, so that unused tokens are added at the end of the shares."""
 
 
@@ -19,7 +19,7 @@ def expert_gradients(policy: str, cp: int) -> list[Tensor]:
         num_experts=4,
         top_k=2,
         expert_ffn_size=8,
-        capacity_factor=1.0,
+        capacity_factor=1.5,
         drop_policy=policy,
         aux_loss_coefficient=0.0,
     )
