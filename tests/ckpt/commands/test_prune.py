@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mcore_ckpt
+from mcore_ckpt import pruning
 from mcore_ckpt.cli import main
 
 
@@ -42,6 +44,29 @@ def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row["newest"] == f"{run}/step_00000006"
     assert row["removed"] == [f"{run}/step_0000000{step}" for step in (1, 2, 3, 4)]
     assert steps(run) == [5, 6]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_newest_goes_while_it_is_looked_at(
+    run: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """A run saves the next step meanwhile and keeps that alone: so it is looked at in its turn."""
+    looked: list[str] = []
+    scan_part = pruning.scan_part
+
+    def slow(storage: Any, name: str, *arguments: Any) -> Any:
+        looked.append(name)
+        found = [] if damaged else scan_part(storage, name, *arguments)
+        if len(looked) == 1:
+            mcore_ckpt.save(run, step=7, tensors={}, keep_last=1)
+            found = scan_part(storage, name, *arguments) if damaged else found
+        return found
+
+    monkeypatch.setattr(pruning, "scan_part", slow)
+    done = pruning.prune(run, keep_last=1)
+    assert done.newest.name == "step_00000007"
+    assert looked == ["step_00000006", "step_00000007"]
+    assert steps(run) == [7]
 
 
 @pytest.mark.parametrize(

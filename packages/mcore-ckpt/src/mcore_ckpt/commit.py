@@ -286,7 +286,9 @@ def replaced(
     steps, which a run that was taken back to an earlier step finds, stay.
     """
     found = [d for d in scan(storage) if d.status is Status.COMMITTED]
-    new = next(d for d in found if d.name == name)
+    new = next((d for d in found if d.name == name), None)
+    if new is None:  # a run's retention has just removed it
+        return []
     newest_attempts = {d.step: d for d in found}
     older = [d for d in newest_attempts.values() if d.step < new.step]
     kept = older

@@ -6,11 +6,21 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.commit import newest, read_manifest, remove_checkpoint, replaced, sweep_removed
+from mcore_ckpt.commit import (
+    StepDirectory,
+    newest,
+    read_manifest,
+    remove_checkpoint,
+    replaced,
+    sweep_removed,
+)
+from mcore_ckpt.commit import scan as directories
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.request import check_retention
 from mcore_ckpt.scanning import Scan, check_scan, scan_part
 from mcore_ckpt.storage import LocalStorage
+
+_TRIES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,8 @@ def prune(
     Raises:
         ValueError: neither `keep_last` nor `keep_every` is given, or one is less than 1.
         FileNotFoundError: there is no committed checkpoint.
-        CheckpointError: the newest is damaged; nothing was removed.
+        CheckpointError: the newest is damaged, or time and again gone before it had been looked at;
+            nothing was removed.
         OSError: something cannot be removed.
     """
     check_retention(keep_last, keep_every)
@@ -51,15 +62,7 @@ def prune(
     if keep_last is None and keep_every is None:
         raise ValueError("keep_last and keep_every are both None: say what to keep")
     storage = storage or LocalStorage(directory)
-    found = newest(storage)
-    if found is None:
-        raise FileNotFoundError(f"no committed checkpoint directly below {storage.root}")
-    manifest = read_manifest(storage, found.name)
-    problems = scan_part(storage, found.name, manifest, scan)
-    if problems:
-        raise CheckpointError(
-            f"{storage.location(found.name)} is damaged, so nothing was removed: {problems[0]}"
-        )
+    found = _newest_whole(storage, scan)
     names = replaced(storage, found.name, keep_last, keep_every)
     if not dry_run:
         for name in names:
@@ -71,4 +74,29 @@ def prune(
     return Pruned(
         newest=Path(storage.location(found.name)),
         removed=tuple(Path(storage.location(name)) for name in names),
+    )
+
+
+def _newest_whole(storage: LocalStorage, scan: Scan) -> StepDirectory:
+    """Return the newest checkpoint once it has been looked at."""
+    for _ in range(_TRIES):
+        found = newest(storage)
+        if found is None:
+            raise FileNotFoundError(f"no committed checkpoint directly below {storage.root}")
+        try:
+            manifest = read_manifest(storage, found.name)
+            problems = scan_part(storage, found.name, manifest, scan)
+        except CheckpointError:
+            if found not in directories(storage):
+                continue
+            raise
+        if found not in directories(storage):  # a run saved meanwhile, and removed this one
+            continue
+        if problems:
+            raise CheckpointError(
+                f"{storage.location(found.name)} is damaged, so nothing was removed: {problems[0]}"
+            )
+        return found
+    raise CheckpointError(
+        f"{storage.root}: a run removes checkpoints sooner than they can be looked at (scan {scan})"
     )
