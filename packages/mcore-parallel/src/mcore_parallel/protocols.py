@@ -369,7 +369,7 @@ class OnePassRule(UpdateRule, Protocol):
         copy: Tensor | None,
     ) -> None:
         """As `update` with `grad · grad_scale`; then `copy`, of the shape of `value`, is `value`
-        rounded to its dtype. `grad` is left alone.
+        rounded to its dtype. `grad` may be scaled in place.
         """
 
 
