@@ -1,5 +1,6 @@
 """The pool of ranks of this test session."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,11 @@ PRELOAD = (
     "mcore_inference",
     "mcore_rl",
 )
+
+# Beside another worker of pytest, a command with a thread for each core would mostly wait for its
+# own threads.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # As in the ranks: sums over threads are taken in another order, and some comparisons are bitwise.
 torch.set_num_threads(1)

@@ -14,7 +14,9 @@ BIN = Path(sys.executable).parent
 
 
 def command(folder: Path, *words: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment = dict(os.environ)
+    if "PYTEST_XDIST_WORKER" not in environment:  # as a user calls it
+        environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
         [str(BIN / words[0]), *words[1:]],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
