@@ -47,6 +47,7 @@ def test_signatures_change_only_on_purpose() -> None:
         "mesh",
         "dtype",
         "kernels",
+        "builders",
         *limits,
     ]
     assert names(mcore_inference.LLM.generate) == ["self", "prompts", "params"]

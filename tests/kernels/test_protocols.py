@@ -1,6 +1,7 @@
 """The protocols of mcore-parallel are met here, without either package seeing the other."""
 
 import inspect
+from importlib.util import find_spec
 
 import pytest
 
@@ -37,6 +38,8 @@ def test_signatures_agree(op: str, wanted: type, stated: type, methods: tuple[st
         own = inspect.signature(getattr(stated, method))
         assert _without_more_options(own, signature) == signature
         for implementation in OPERATORS[op].implementations:
+            if implementation.name == "flash4" and find_spec("flash_attn") is None:
+                continue
             found = inspect.signature(getattr(type(implementation.load()), method))
             assert found == own, (implementation.name, method)
 
