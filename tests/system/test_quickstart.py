@@ -39,7 +39,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The quickstart as it stands (fewer of its steps, but for the nightly run), with its output."""
+    """The quickstart as it stands (fewer steps, but for the nightly run), with its output."""
     out = tmp_path_factory.mktemp("quickstart") / "full"
     said = quickstart(out, *SHORTER)
     return out, said
