@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BIN = Path(sys.executable).parent
-SHORTER = () if os.environ.get("NIGHTLY") else ("--steps", "300")
+SHORTER = () if os.environ.get("NIGHTLY") else ("--steps", "250")
 LAYOUTS = {
     "tensor": ["--nproc", "2", "--tensor", "2"],
     "pipeline": ["--nproc", "2", "--pipeline", "2"],
