@@ -274,13 +274,15 @@ def _backward(
     if not dy.numel():
         return dx, dp.zero_()
     flat, dflat = rows(x), rows(dy)
+    options = _options(flat, bias, weights, kind, gated, limit)
+    if weights is not None:
+        options["BITS"] = 24  # their gradient is a sum, and may be of a wider dtype than x
     grid, block, warps = _grid("activation_backward", flat, dy.shape[-1])
     parts = flat.new_empty(grid if weights is not None else (0,), dtype=torch.float32)
     with on_device(dx):
         _backward_kernel[grid](
             dflat, flat, _lying(bias, flat), _lying(weights, flat), dx, parts, dflat.stride(0),
-            flat.stride(0), dy.shape[-1], limit, offset,
-            **_options(flat, bias, weights, kind, gated, limit), BLOCK=block, num_warps=warps,
+            flat.stride(0), dy.shape[-1], limit, offset, **options, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if weights is not None:
         dp = parts.sum(1).to(weights.dtype).view(weights.shape)

@@ -135,6 +135,9 @@ def compare_fp8_matmul(
     found = op(*factors, a_block=a_block, b_block=b_block, dtype=dtype)
     # The scales are float32 whatever the result is; so large values overflow float16 only.
     slack = 4.0 if dtype != torch.float64 else 2.0**30
-    if found.is_cuda and dtype == torch.float32:
-        slack *= 2.0**8  # the tensor cores' own sums
-    assert_close(found, exact[0] @ exact[1].t(), dtype=dtype, slack=slack, floor=1.0, label=label)
+    wanted = exact[0] @ exact[1].t()
+    if found.is_cuda:
+        # Tensor cores cut what they add in float8 at 13 bits below the largest of it, each time.
+        own = 2.0**-11 * (exact[0].abs() @ exact[1].abs().t())
+        found = torch.where((found.double() - wanted).abs() <= own, wanted.to(found.dtype), found)
+    assert_close(found, wanted, dtype=dtype, slack=slack, floor=1.0, label=label)
