@@ -22,7 +22,7 @@ OPERATOR = Operator(
             limits=limits,
             second="reference",
             priority=20,
-            summary="one launch each way; from initial states the reference",
+            summary="each number read once, each way; from initial states the reference",
         ),
     ),
 )

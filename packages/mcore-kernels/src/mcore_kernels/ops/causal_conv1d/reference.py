@@ -80,24 +80,6 @@ def _behind_history(x: Tensor, history: Tensor, bounds: Tensor) -> Tensor:
     return torch.cat((x, history.flatten(0, 1), x.new_zeros(1, x.shape[1]))).index_select(0, source)
 
 
-def document_of(x: Tensor, bounds: Tensor, uniform: tuple[int, int] | None) -> Tensor:
-    """The number of each row's document [T], int64; that of documents for rows of none."""
-    token = torch.arange(x.shape[0], device=x.device)
-    if uniform is not None:
-        return token // max(uniform[1], 1)
-    return torch.searchsorted(bounds[1:], token, right=True)
-
-
-def last_rows(x: Tensor, bounds: Tensor, past: int) -> Tensor:
-    """The last rows [N, past, C] of each document, zeros where it has fewer; differentiable."""
-    row = bounds[1:, None] - past + torch.arange(past, device=x.device)
-    own = (row >= bounds[:-1, None]).unsqueeze(-1)
-    if not x.shape[0]:
-        return x.new_zeros(*row.shape, x.shape[1])
-    found = x.index_select(0, row.clamp(min=0).flatten()).view(*row.shape, x.shape[1])
-    return torch.where(own, found, 0.0)
-
-
 def limits(
     x: Tensor,
     weight: Tensor,
