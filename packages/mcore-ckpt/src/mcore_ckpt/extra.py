@@ -6,41 +6,23 @@ under another layout by their own layouts. The rest is JSON in the checkpoint's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from mcore_ckpt.names import check_path
+from mcore_parallel.extra import ExtraState, KeepsState
+from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, TensorLayout
+
+__all__ = ["PREFIX", "ExtraState", "KeepsState", "collect_extra", "restore_extra"]
 
 PREFIX = "extra/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExtraState:
-    """What one module keeps on one rank.
-
-    tensors: by names within the module; their layouts name global tensors, by names within it, too.
-        What every rank has alike is declared so: `layout.replicated(rank, size)`.
-    values: JSON, the same on every rank.
-    """
-
-    tensors: Mapping[str, LayoutTensor] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-class KeepsState(Protocol):
-    """A module with extra state."""
-
-    def extra_state(self) -> ExtraState:
-        """Return the state. Its tensors share memory with the module: loading fills them."""
-
-    def load_extra_values(self, values: Mapping[str, Any]) -> None:
-        """Take over values that `extra_state` returned once; the tensors have been filled."""
-
-
 def collect_extra(
     modules: Mapping[str, KeepsState],
+    *,
+    copies: Callable[[ExtraState], Group] = lambda state: Group.single(),
 ) -> tuple[dict[str, LayoutTensor], dict[str, Any]]:
     """Return tensors and values of all modules of this rank: to be saved, or to be filled.
 
@@ -48,34 +30,47 @@ def collect_extra(
     for `restore_extra` to take out again. Every rank passes the same modules' names where it has
     them; values must be the same on all.
 
+    copies: the group over which the ranks hold what layouts do not count: data parallelism. Nothing
+        is sent over it.
+
     Raises:
-        ValueError: a name cannot be stored.
+        ValueError: a name cannot be stored, or a tensor has no memory (it is on meta).
     """
     tensors: dict[str, LayoutTensor] = {}
     values: dict[str, Any] = {}
     for module, keeper in modules.items():
         check_path(module, "module name")
         state = keeper.extra_state()
+        group = copies(state)
         for key, held in state.tensors.items():
-            tensors[f"{PREFIX}{module}/{key}"] = LayoutTensor(
-                held.tensor, _below(held.layout, module)
-            )
+            name = f"{PREFIX}{module}/{key}"
+            if held.tensor.is_meta:
+                raise ValueError(f"{name} is on meta: it needs memory from the start")
+            layout = _below(held.layout, module).replicated(group.rank, group.size)
+            tensors[name] = LayoutTensor(held.tensor, layout)
         values[module] = dict(state.values)
     return tensors, values
 
 
 def restore_extra(
-    modules: Mapping[str, KeepsState], values: Mapping[str, Any], *, strict: bool = True
+    modules: Mapping[str, KeepsState],
+    values: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    everywhere: Iterable[str] | None = None,
 ) -> tuple[str, ...]:
     """Give modules back the values that were saved; return what did not fit, sorted.
 
     strict: that is an error. Otherwise modules without saved values keep what they have.
+    everywhere: the modules' names on all ranks together, where ranks have different ones; what does
+        not fit is then the same on all.
 
     Raises:
         ValueError: modules and values are not of the same names; all are named.
     """
-    wrong = [f"{name} has no saved state" for name in modules if name not in values]
-    wrong += [f"the saved state of {name} has no module" for name in values if name not in modules]
+    names = set(modules if everywhere is None else everywhere)
+    wrong = [f"{name} has no saved state" for name in names if name not in values]
+    wrong += [f"the saved state of {name} has no module" for name in values if name not in names]
     if wrong and strict:
         raise ValueError(f"extra state does not fit: {'; '.join(sorted(wrong))}")
     for name, keeper in modules.items():

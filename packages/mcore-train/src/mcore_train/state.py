@@ -16,6 +16,7 @@ from mcore_parallel import Group
 from mcore_parallel.layout import LayoutTensor
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.config import TrainConfig
+from mcore_train.extra import extra_values, restore_values, state_tensors
 from mcore_train.from_hf import find_hf, is_hf, load_hf_weights, without_adapters
 from mcore_train.load import config_to_tree, from_tree
 from mcore_train.session import Session
@@ -50,10 +51,13 @@ class WhatToSave:
 
 
 def what_to_save(session: Session, progress: Progress, callbacks: Mapping[str, Any]) -> WhatToSave:
-    """Return weights, optimizer, progress, random streams and callback states of this moment."""
+    """Return weights, optimizer, progress, random streams and callback states of this moment.
+
+    What modules keep beside their parameters is among it. Communicates over pp.
+    """
     return WhatToSave(
         step=progress.step,
-        tensors=session.optimizer.state_tensors(),
+        tensors=state_tensors(session),
         state={
             "config": config_to_tree(session.config),
             "step": progress.step,
@@ -62,6 +66,7 @@ def what_to_save(session: Session, progress: Progress, callbacks: Mapping[str, A
             "scaler": None if session.scaler is None else session.scaler.state_dict(),
             "rng": session.rng.state_dict(),
             "callbacks": dict(callbacks),
+            "extra": extra_values(session),
         },
         files=session.data.files(),
     )
@@ -203,7 +208,7 @@ def load_state(
         return Progress(), {}
     _check_complete(found, weights_only=weights_only, reset_step=reset_step)
     check_same_model(session.config, found, weights_only=weights_only)
-    tensors = session.optimizer.state_tensors()
+    tensors = state_tensors(session)
     if begins_adapters(session.config, found, weights_only=weights_only):
         tensors = without_adapters(tensors)
     prefixes = WEIGHTS if weights_only else None
@@ -218,6 +223,7 @@ def load_state(
     session.optimizer.load_state_dict(state["optimizer"])
     if session.scaler is not None and state.get("scaler") is not None:
         session.scaler.load_state_dict(state["scaler"])
+    restore_values(session, state.get("extra", {}), strict=True)
     if reset_step:
         return Progress(), {}
     session.rng.load_state_dict(state["rng"])

@@ -10,6 +10,7 @@ from mcore_ckpt import AsyncSaver, CheckpointError
 from mcore_ckpt.local import save_local
 from mcore_train.callbacks.base import Callback
 from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.extra import state_tensors
 from mcore_train.local_start import local_state
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class SaveCheckpoints(Callback):
             self.requested_step = trainer.step
         if self.config.asynchronous:
             self.saver = AsyncSaver(trainer.session.mesh.world)
-            self.saver.prepare(trainer.session.optimizer.state_tensors())
+            self.saver.prepare(state_tensors(trainer.session))
 
     def after_step(self, trainer: Trainer) -> None:
         """Tell of a save that has been completed; save when an interval is full."""
