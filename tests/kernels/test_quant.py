@@ -207,9 +207,9 @@ def test_scales_are_shared_through_the_hook() -> None:
     whole_amax = torch.zeros(1)
     part.amax_reduce = shared
     whole_amax = x.abs().max().view(1)
-    (data, scale), _ = whole.both("input", x)
+    (data, scale), _ = whole.encode("input", x)
     for rows in (slice(0, 4), slice(4, 8)):
-        (piece, piece_scale), _ = part.both("input", x[rows])
+        (piece, piece_scale), _ = part.encode("input", x[rows])
         assert torch.equal(piece.view(torch.uint8), data[rows].view(torch.uint8))
         assert torch.equal(piece_scale, scale)
     assert len(maxima["calls"]) == 2
@@ -228,6 +228,61 @@ def test_a_history_is_per_role_and_only_where_asked() -> None:
     layer.weight_grad(layer.forward(x, weight), x)
     layer.advance()
     assert [float(layer.delayed[role].history[1]) for role in ROLES] == [2.0, 3.0, 96.0]
+
+
+def test_the_first_step_of_a_history_takes_scales_from_the_tensor_at_hand() -> None:
+    """With scales of 1 gradients of a real model would all be too small for the format."""
+    x, weight = torch.randn(8, 32) * 1e-5, torch.randn(16, 32)
+    late, now = Fp8Linear(Fp8Recipe(history=2)), Fp8Linear(Fp8Recipe())
+    assert torch.equal(late.forward(x, weight), now.forward(x, weight))
+    late.advance()
+    assert torch.equal(late.forward(x, weight), now.forward(x, weight))  # the same values as before
+    assert not torch.equal(late.forward(3 * x, weight), now.forward(3 * x, weight))
+    fresh = Fp8Linear(Fp8Recipe(history=2))
+    assert fresh.history is not None
+    assert late.history is not None
+    fresh.history.copy_(late.history)
+    fresh.history_loaded()
+    assert torch.equal(fresh.forward(3 * x, weight), late.forward(3 * x, weight))
+
+
+def test_what_records_no_graph_leaves_no_trace_in_a_history() -> None:
+    layer = Fp8Linear(Fp8Recipe(history=2))
+    x, weight = torch.ones(4, 16), torch.ones(4, 16, requires_grad=True)
+    with torch.no_grad():
+        layer(x * 7, weight)
+    layer(x, weight).sum().backward()
+    assert [float(layer.delayed[role].history[0]) for role in ROLES] == [1.0, 1.0, 1.0]
+
+
+def test_numbers_of_a_weight_are_kept_until_it_changes() -> None:
+    layer, counted = Fp8Linear(Fp8Recipe(), keeps_weight=True), []
+    quantize = layer._quantize
+
+    class Counting:
+        def both(self, x: Tensor, *args: Any, **options: Any) -> Any:
+            counted.append(x.shape)
+            return quantize.both(x, *args, **options)
+
+        def __call__(self, x: Tensor, *args: Any, **options: Any) -> Any:
+            return quantize(x, *args, **options)
+
+    layer._quantize = Counting()
+    flat = torch.randn(4 * 16)
+    weight = torch.nn.Parameter(flat.view(4, 16))
+    x = torch.randn(3, 16)
+    for _ in range(2):  # two micro-batches
+        layer(x, weight).sum().backward()
+    assert counted.count(weight.shape) == 1
+    with torch.no_grad():
+        weight.mul_(2.0)  # torch counts such changes
+    assert torch.equal(layer(x, weight), Fp8Linear(Fp8Recipe())(x, weight))
+    weight.data.mul_(2.0)  # and not these, as when a view of a bucket is written
+    stale = layer(x, weight)
+    layer.forget_weight()
+    assert torch.equal(layer(x, weight), 2 * stale)
+    other = torch.nn.Parameter(torch.randn(4, 16))
+    assert torch.equal(layer(x, other), Fp8Linear(Fp8Recipe())(x, other))
 
 
 # --------------------------------------------------------------------- recipes and rules

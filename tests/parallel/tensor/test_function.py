@@ -19,7 +19,7 @@ from mcore_parallel.tensor import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
-    function,
+    overlap,
     parallel_linear,
 )
 from mcore_parallel.testing import RankPool
@@ -189,7 +189,7 @@ def order(sequence_parallel: bool) -> list[str]:
     patch = pytest.MonkeyPatch()
     with patch.context() as p:
         for name in ("all_gather_into", "all_reduce_", "reduce_scatter_into"):
-            p.setattr(function, name, noting(name, getattr(function, name)))
+            p.setattr(overlap, name, noting(name, getattr(overlap, name)))
         group = Group.world()
         x = my_input(sequence_parallel).requires_grad_()
         weight = torch.ones(2, 3, requires_grad=True)
@@ -263,7 +263,7 @@ def watched(flags: Path, late: bool) -> tuple[set[str], list[Tensor]]:
     y = parallel_linear(x, weight, None, **options)
     with patch.context() as p:
         for name, product in BESIDE.items():
-            p.setattr(function, name, communicating(name, getattr(function, name)))
+            p.setattr(overlap, name, communicating(name, getattr(overlap, name)))
             p.setattr(linear, product, computing(product, getattr(linear, product)))
         y.sin().sum().backward()
     assert x.grad is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ __all__ = [
     "SGD",
     "AttentionGradOp",
     "AttentionOp",
+    "Encoded",
+    "EncodedLinearOp",
     "LinearOp",
     "TorchAttention",
     "TorchLinear",
@@ -64,6 +66,49 @@ class LinearOp(Protocol):
         With `out` (any float dtype, usually a float32 gradient buffer) the product is ADDED to it
         at the precision of `out`, and `out` is returned.
         """
+
+
+Encoded: TypeAlias = tuple[Tensor, ...]
+"""A factor in a form of an operator's own."""
+
+
+@runtime_checkable
+class EncodedLinearOp(LinearOp, Protocol):
+    """A `LinearOp` whose factors take a form of its own, such as numbers of 8 bits and scales.
+
+    Each factor is encoded once for all products that it has a part in, and what is kept of the
+    input for the backward pass is its encoding. The products are those of the methods of
+    `LinearOp`.
+    """
+
+    def encode(
+        self,
+        role: str,
+        x: Tensor,
+        *,
+        along: bool = True,
+        across: bool = True,
+        learn: bool = True,
+        like: Encoded | None = None,
+    ) -> tuple[Encoded | None, Encoded | None]:
+        """Return a matrix along its rows, and along its columns; None where that is not wanted.
+
+        role: "input", "weight" or "grad" (of the output). learn: whether statistics may take note
+        of it: a graph is recorded. like: an encoding along the rows of this very matrix; what it
+        shares with the one to be found (scales of the whole) is taken from there, and nothing is
+        communicated. Without it the operator may call `amax_reduce`.
+        """
+
+    def output(self, x: Encoded, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        """Return `x weightᵀ` [T, O], a fresh tensor: both along."""
+
+    def input_gradient(self, dy: Encoded, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        """Return `dy weight` [T, I], a fresh tensor: dy along, the weight across."""
+
+    def weight_gradient(
+        self, dy: Encoded, x: Encoded, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Return `dyᵀ x` [O, I], both across; with `out` as `LinearOp.weight_grad`."""
 
 
 class TorchLinear:

@@ -91,8 +91,12 @@ class DelayedScale:
         self, fmt: Format, *, latest: bool = False, margin: int = 0, power_of_two: bool = False
     ) -> Tensor:
         """The scale [1, 1] of the step that runs: of the largest before, or of the `latest`."""
-        before = self.history[1:2] if latest else self.history[1:].amax().view(1)
-        return scale_of(before, fmt, margin=margin, power_of_two=power_of_two).view(1, 1)
+        amax = self.before(latest=latest)
+        return scale_of(amax, fmt, margin=margin, power_of_two=power_of_two).view(1, 1)
+
+    def before(self, *, latest: bool = False) -> Tensor:
+        """The largest absolute value of the steps before [1], or of the `latest`; 0 for none."""
+        return self.history[1:2] if latest else self.history[1:].amax().view(1)
 
     def record(self, amax: Tensor) -> None:
         """Take into account a largest absolute value (one number) of the step that runs."""

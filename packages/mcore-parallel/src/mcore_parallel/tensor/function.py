@@ -11,17 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mcore_parallel.collectives import (
-    Work,
-    all_gather,
-    all_gather_into,
-    all_reduce_,
-    reduce_scatter_into,
-)
-from mcore_parallel.data.main_grad import main_grad
+from mcore_parallel.collectives import all_gather
+from mcore_parallel.data.main_grad import added_to_main, main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.weights import DeferredGradients
-from mcore_parallel.protocols import LinearOp
+from mcore_parallel.protocols import EncodedLinearOp, LinearOp
+from mcore_parallel.tensor.encoded import EncodedOptions, encoded_linear
+from mcore_parallel.tensor.overlap import start_gather, start_reduction
 
 __all__ = ["parallel_linear"]
 
@@ -54,7 +50,17 @@ def parallel_linear(
     rows = x.reshape(-1, x.shape[-1])
     deferred = getattr(weight, "deferred", None) if accumulate else None
     accumulate = accumulate and getattr(weight, "main_grad", None) is not None
-    if group.size == 1 and not accumulate and deferred is None:
+    if isinstance(linear, EncodedLinearOp):
+        encoded = EncodedOptions(
+            linear=linear,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            parameter=weight if accumulate else None,
+            deferred=deferred,
+            learn=torch.is_grad_enabled(),
+        )
+        y = encoded_linear(rows, weight, bias, encoded)
+    elif group.size == 1 and not accumulate and deferred is None:
         y = linear(rows, weight, bias)
     else:
         options = (linear, group, sequence_parallel, weight if accumulate else None, deferred)
@@ -98,11 +104,11 @@ class _ParallelLinear(torch.autograd.Function):
             deferred.put(ctx.weight, later)
             need_weight = False
         if need_weight and sequence_parallel and group.size > 1:
-            x, gathering = _start_gather(x, group)
+            x, gathering = start_gather(x, group)
         dx = None
         if need_x:
             dx = linear.input_grad(dy, weight)
-            dx, reducing = _start_reduction(dx, group, sequence_parallel)
+            dx, reducing = start_reduction(dx, group, sequence_parallel)
         if gathering is not None:
             gathering.wait()
         dw = _weight_grad(linear, dy, x, parameter) if need_weight else None
@@ -110,24 +116,6 @@ class _ParallelLinear(torch.autograd.Function):
         if reducing is not None:
             reducing.wait()
         return dx, dw, db, None
-
-
-def _start_gather(x: Tensor, group: Group) -> tuple[Tensor, Work]:
-    x = x.contiguous()
-    full = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
-    return full, all_gather_into(full, x, group)
-
-
-def _start_reduction(
-    dx: Tensor, group: Group, sequence_parallel: bool
-) -> tuple[Tensor, Work | None]:
-    if group.size == 1:
-        return dx, None
-    dx = dx.contiguous()
-    if not sequence_parallel:
-        return dx, all_reduce_(dx, group)
-    mine = dx.new_empty(dx.shape[0] // group.size, *dx.shape[1:])
-    return mine, reduce_scatter_into(mine, dx, group)
 
 
 def _weight_grad_later(
@@ -141,11 +129,3 @@ def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Ten
         return linear.weight_grad(dy, x)
     linear.weight_grad(dy, x, out=main_grad(parameter))
     return added_to_main(parameter)
-
-
-def added_to_main(parameter: Any) -> Tensor:
-    """Say that a gradient is in `main_grad`; return the tensor without meaning for autograd."""
-    parameter.grad_added_to_main = True
-    # Nobody reads it: only anomaly detection would, and mind what is in it.
-    empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
-    return empty(parameter)

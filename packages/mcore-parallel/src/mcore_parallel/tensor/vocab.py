@@ -19,11 +19,11 @@ from mcore_parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from mcore_parallel.data.main_grad import main_grad
+from mcore_parallel.data.main_grad import added_to_main, main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import LinearOp, TorchLinear
 from mcore_parallel.spec import Init, ParamSpec, join
-from mcore_parallel.tensor.function import added_to_main, parallel_linear
+from mcore_parallel.tensor.function import parallel_linear
 from mcore_parallel.tensor.linear import DEFAULT_INIT, ZEROS
 from mcore_parallel.tensor.partition import VocabShard, check_tokens
 

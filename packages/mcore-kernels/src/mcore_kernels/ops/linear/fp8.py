@@ -21,20 +21,30 @@ from mcore_kernels.target import Target
 
 ROLES = ("input", "weight", "grad")
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, ...]
+"""Numbers of 8 bits, and their scales."""
+Ways = tuple[Pair | None, Pair | None]
+"""A factor, and its transpose; None where it was not asked for."""
 
 
 class Fp8Linear:
     """`mcore_kernels.protocols.LinearOp` in 8 bits, for one layer.
 
     Its methods and its call give the same numbers. Scales of whole tensors go through
-    `amax_reduce`; those of rows and blocks are local to the factor that a rank holds.
+    `amax_reduce`; those of rows and blocks are local to the factor that a rank holds. Who puts
+    communication between the products turns each factor into numbers once (`encode`), and
+    multiplies these (`output`, `input_gradient`, `weight_gradient`).
 
     Attributes:
         recipe: formats and scales.
         amax_reduce: see `LinearOp`; called with one number.
-        delayed: for a recipe with a history, a `DelayedScale` for each of `ROLES`. They record
-            while products are taken; `advance` ends the step.
+        reduced: the roles whose largest values go through `amax_reduce`: not those of a factor that
+            all ranks have alike.
+        history: of a recipe with a history, float32 [3, steps + 1]: a row for each of `ROLES` (see
+            `DelayedScale`). It is the state: save it, and call `history_loaded` after filling it.
+        delayed: the rows by role. They record while products are taken; `advance` ends the step.
+            Before the first step has ended scales are from the tensor at hand. What is recorded
+            does not go through `amax_reduce`: ranks share `history[:, 0]` before `advance`.
 
     Raises:
         ValueError: the recipe cannot run on the target and `emulate` is not set.
@@ -47,115 +57,225 @@ class Fp8Linear:
         *,
         emulate: bool = False,
         device: torch.device | str | None = None,
+        quantize: QuantizeOp | None = None,
+        matmul: Fp8MatmulOp | None = None,
+        history: Tensor | None = None,
+        keeps_weight: bool = False,
     ) -> None:
-        """`target` chooses the kernels; `emulate` takes plain torch; `device` is of the history."""
+        """Prepare for one layer.
+
+        Args:
+            recipe: formats and scales.
+            target: chooses the kernels.
+            emulate: take plain torch, anywhere.
+            device: of the history.
+            quantize, matmul: operators in place of those that the target chooses.
+            history: memory for the history, zeros, in place of its own.
+            keeps_weight: keep the numbers of the weight until it changes: `forget_weight` says so,
+                for changes that torch does not see (it sees those of the tensor itself).
+        """
         target = target or Target()
         reason = None if emulate else recipe.refusal(target)
         if reason is not None:
             raise ValueError(f"fp8 linear: cannot run on {target.describe()}: {reason}")
         self.recipe = recipe
         self.amax_reduce: Callable[[Tensor], Tensor] | None = None
+        self.reduced = frozenset(ROLES)
         choice = "reference" if emulate else None
-        self._quantize: QuantizeOp = resolve("quantize", target=target, require=choice)
-        self._matmul: Fp8MatmulOp = resolve("fp8_matmul", target=target, require=choice)
+        self._quantize: QuantizeOp = (
+            resolve("quantize", target=target, require=choice) if quantize is None else quantize
+        )
+        self._matmul: Fp8MatmulOp = (
+            resolve("fp8_matmul", target=target, require=choice) if matmul is None else matmul
+        )
+        self.history: Tensor | None = None
         self.delayed: dict[str, DelayedScale] = {}
+        self._has_history = False
         if recipe.history:
             where = target.device_type if device is None else device
-            self.delayed = {role: DelayedScale.fresh(recipe.history, where) for role in ROLES}
+            if history is None:
+                history = torch.zeros(len(ROLES), recipe.history + 1, device=where)
+            self.history = history
+            self.delayed = {role: DelayedScale(history[i]) for i, role in enumerate(ROLES)}
+        self._keeps_weight = keeps_weight
+        self._weight: tuple[tuple[object, ...], Ways] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearOp`."""
-        y = _Fp8Linear.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        """See `LinearOp`. A history records only where a graph is recorded too."""
+        learn = torch.is_grad_enabled()
+        y = _Fp8Linear.apply(x, weight, self, learn)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `LinearOp`."""
-        a, b = self._along("input", x), self._along("weight", weight)
-        return self._product(a, b, ("input", "weight"), x.dtype, fast=True)
+        return self.output(
+            _there(self.encode("input", x, across=False)[0]), self._weight_along(weight), x.dtype
+        )
 
     def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
         """See `LinearOp`."""
-        a, b = self._along("grad", dy), self._along("weight", weight.t())
-        return self._product(a, b, ("grad", "weight"), dy.dtype)
+        _, across = self.encode("weight", weight, along=False)
+        along, _ = self.encode("grad", dy, across=False)
+        return self.input_gradient(_there(along), _there(across), dy.dtype)
 
     def weight_grad(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `LinearOp`."""
-        return self._weight_grad(
-            self._along("grad", dy.t()), self._along("input", x.t()), x.dtype, out
-        )
+        _, dyt = self.encode("grad", dy, along=False)
+        _, xt = self.encode("input", x, along=False)
+        return self.weight_gradient(_there(dyt), _there(xt), x.dtype, out)
+
+    # --- factors, and products of them --------------------------------------------------------
+
+    def encode(
+        self,
+        role: str,
+        x: Tensor,
+        *,
+        along: bool = True,
+        across: bool = True,
+        learn: bool = True,
+        like: Pair | None = None,
+    ) -> Ways:
+        """The numbers and scales of x [R, C], and of its transpose.
+
+        Args:
+            role: one of `ROLES`.
+            x: the factor.
+            along, across: which of the two are wanted.
+            learn: record in the history, if there is one. Of a weight that is always done: it is
+                what it is, whoever looks.
+            like: numbers of the same factor of this step (of all of it or, where the scales are
+                those of tensors, of x alone): what is found again has the same scales, and nothing
+                is sent or recorded.
+        """
+        if role != "weight" or not self._keeps_weight:
+            scales = self._scales(role, x, learn, like)
+            return self._encode(role, x, scales, along=along, across=across)
+        key = (x.data_ptr(), x.shape, x.stride(), x._version)
+        if self._weight is None or self._weight[0] != key:
+            self._weight = key, self._encode(role, x, self._scales(role, x, learn, None))
+        return self._weight[1]
+
+    def output(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
+        """Return `x weightᵀ` [T, O] of x along, and the weight along."""
+        return self._product(x, weight, ("input", "weight"), dtype, fast=True)
+
+    def input_gradient(self, dy: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
+        """Return `dy weight` [T, I] of dy along, and the weight across."""
+        return self._product(dy, weight, ("grad", "weight"), dtype)
+
+    def weight_gradient(
+        self, dy: Pair, x: Pair, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Return `dyᵀ x` [O, I] of dy across, and x across; with `out` it is added to that."""
+        if out is None:
+            return self._product(dy, x, ("grad", "input"), dtype)
+        # In 16 bits every micro-batch's share would be rounded before it reaches the buffer.
+        with torch.no_grad():
+            return out.add_(self._product(dy, x, ("grad", "input"), torch.float32))
+
+    # --- from step to step --------------------------------------------------------------------
 
     def advance(self) -> None:
         """End a step: what was recorded in it now counts for the scales."""
         for one in self.delayed.values():
             one.advance()
+        self.step_ended()
 
-    def both(self, role: str, x: Tensor) -> tuple[Pair, Pair]:
-        """The numbers and scales of x, and of its transpose."""
-        y, s, yt, st = self._quantize.both(
-            x.detach(), self.recipe.format(role), self.recipe.block(role), **self._scales(role, x)
-        )
-        return (y, s), (yt, st)
+    def step_ended(self) -> None:
+        """Take into account that somebody else has advanced the history."""
+        self._has_history = bool(self.delayed)
+        self.forget_weight()
 
-    def _along(self, role: str, x: Tensor) -> Pair:
-        return self._quantize(
-            x.detach(), self.recipe.format(role), self.recipe.block(role), **self._scales(role, x)
-        )
+    def history_loaded(self) -> None:
+        """Take into account that the history was filled; looks at its values."""
+        self._has_history = self.history is not None and bool(self.history[:, 1:].any())
+        self.forget_weight()
+
+    def forget_weight(self) -> None:
+        """Drop what is kept of the weight, which has changed."""
+        self._weight = None
+
+    # --- within -------------------------------------------------------------------------------
+
+    def _weight_along(self, weight: Tensor) -> Pair:
+        return _there(self.encode("weight", weight, across=False)[0])
+
+    def _encode(
+        self,
+        role: str,
+        x: Tensor,
+        scales: dict[str, Any],
+        *,
+        along: bool = True,
+        across: bool = True,
+    ) -> Ways:
+        x, fmt, block = x.detach(), self.recipe.format(role), self.recipe.block(role)
+        if along and across:
+            y, s, yt, st = self._quantize.both(x, fmt, block, **scales)
+            return (y, s), (yt, st)
+        first = self._quantize(x, fmt, block, **scales) if along else None
+        return first, self._quantize(x.t(), fmt, block, **scales) if across else None
 
     @torch.no_grad()
-    def _scales(self, role: str, x: Tensor) -> dict[str, Any]:
-        recipe, fmt = self.recipe, self.recipe.format(role)
-        options = {"margin": recipe.margin, "power_of_two": recipe.power_of_two}
+    def _scales(self, role: str, x: Tensor, learn: bool, like: Pair | None) -> dict[str, Any]:
+        recipe, fmt, x = self.recipe, self.recipe.format(role), x.detach()
+        options: dict[str, Any] = {"margin": recipe.margin, "power_of_two": recipe.power_of_two}
         if recipe.scaling != "tensor":
             return options
-        amax = block_amax(x, (0, 0)).view(1)
-        if self.amax_reduce is not None:
+        if like is not None:
+            return {"scale": like[1]}
+        delayed, amax = self.delayed.get(role), None
+        records = delayed is not None and (learn or role == "weight")
+        if records or not self._has_history:
+            amax = block_amax(x, (0, 0)).view(1)
+        if delayed is not None and records:
+            assert amax is not None
+            delayed.record(amax)
+        if delayed is not None and self._has_history:
+            before = delayed.before(latest=recipe.latest)
+            # A layer that nothing went through before has no history of its own.
+            amax = before if amax is None else torch.where(before == 0, amax, before)
+        elif self.amax_reduce is not None and role in self.reduced:
+            assert amax is not None
             amax = self.amax_reduce(amax)
-        if role in self.delayed:
-            self.delayed[role].record(amax)
-            scale = self.delayed[role].scale(
-                fmt, latest=recipe.latest, margin=recipe.margin, power_of_two=recipe.power_of_two
-            )
-        else:
-            scale = scale_of(
-                amax, fmt, margin=recipe.margin, power_of_two=recipe.power_of_two
-            ).view(1, 1)
-        return {"scale": scale}
+        assert amax is not None
+        return {"scale": scale_of(amax, fmt, **options).view(1, 1)}
 
     def _product(
         self, a: Pair, b: Pair, roles: tuple[str, str], dtype: torch.dtype, *, fast: bool = False
     ) -> Tensor:
         blocks = [self.recipe.block(role) for role in roles]
-        return self._matmul(*a, *b, a_block=blocks[0], b_block=blocks[1], dtype=dtype, fast=fast)
+        return self._matmul(
+            a[0], a[1], b[0], b[1], a_block=blocks[0], b_block=blocks[1], dtype=dtype, fast=fast
+        )
 
-    def _weight_grad(self, a: Pair, b: Pair, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        if out is None:
-            return self._product(a, b, ("grad", "input"), dtype)
-        # In 16 bits every micro-batch's share would be rounded before it reaches the buffer.
-        with torch.no_grad():
-            return out.add_(self._product(a, b, ("grad", "input"), torch.float32))
+
+def _there(pair: Pair | None) -> Pair:
+    assert pair is not None
+    return pair
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, op: Fp8Linear) -> Tensor:
-        needs_x, needs_w, _ = ctx.needs_input_grad
-        (a, at) = op.both("input", x) if needs_w else (op._along("input", x), (None, None))
-        (b, bt) = (
-            op.both("weight", weight) if needs_x else (op._along("weight", weight), (None, None))
-        )
-        ctx.save_for_backward(*at, *bt)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, op: Fp8Linear, learn: bool) -> Tensor:
+        needs_x, needs_w = (learn and needed for needed in ctx.needs_input_grad[:2])
+        a, at = op.encode("input", x, across=needs_w, learn=learn)
+        b, bt = op.encode("weight", weight, across=needs_x, learn=learn)
+        ctx.save_for_backward(*(at or (None, None)), *(bt or (None, None)))
         ctx.op, ctx.dtype = op, weight.dtype
-        return op._product(a, b, ("input", "weight"), x.dtype, fast=True)
+        return op.output(_there(a), _there(b), x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        x, weight = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
         op, dy = ctx.op, grads[0]
+        needs_x, needs_w = ctx.needs_input_grad[:2]
         dx = dw = None
-        along, across = op.both("grad", dy)
-        if weight is not None:
-            dx = op._product(along, (weight, weight_scale), ("grad", "weight"), dy.dtype)
-        if x is not None:
-            dw = op._weight_grad(across, (x, x_scale), ctx.dtype, None)
-        return dx, dw, None
+        along, across = op.encode("grad", dy, along=needs_x, across=needs_w)
+        if needs_x:
+            dx = op.input_gradient(_there(along), weight, dy.dtype)
+        if needs_w:
+            dw = op.weight_gradient(_there(across), x, ctx.dtype)
+        return dx, dw, None, None
