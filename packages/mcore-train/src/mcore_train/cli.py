@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parity.add_argument("--layout", action="append", default=[], metavar="LAYOUT")
     parity.add_argument("--train-steps", type=int, metavar="N", help="of --config; default 3")
-    parity.add_argument("--family", metavar="NAME", help="of --matrix: gpt, moe or hybrid alone")
+    parity.add_argument("--family", metavar="NAME", help="of --matrix: gpt, moe, … alone")
     parity.add_argument("--part", metavar="I/N", help="of --matrix: every N-th, from the I-th on")
     parity.add_argument(
         "--json", type=Path, metavar="FILE", help="of --matrix: append a JSON row for each"
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--micro-batches", type=int, default=4, metavar="M", help="per replica and step; default 4"
     )
-    bench.add_argument("--precision", default="bf16", help="bf16 (default), fp16 or fp32")
+    bench.add_argument("--precision", default="bf16", help="bf16 (default), fp16, fp32 or fp8")
     bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps; default 3")
     bench.add_argument("--steps", type=int, default=6, metavar="N", help="measured; default 6")
     bench.add_argument("--no-split", action="store_true", help="without the profiled step")

@@ -22,6 +22,7 @@ from mcore_parallel import ParallelConfig, check_sequence
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.checks import require as _require
 from mcore_train.denoising import MaskingOptions, SpanOptions, check_denoising
+from mcore_train.low_precision import LowPrecisionConfig
 from mcore_train.optim.scaler import LossScaleConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -283,7 +284,8 @@ class TrainConfig:
     moments are fp32. `loss_scale` is for fp16. `builders` is the import path, `module:NAME`, of the
     builders of parts of one's own, by pattern letter (`mcore_models.build_model`). `freeze` are
     patterns of names of global tensors that are not trained (`mcore_models.freeze`). With `lora`
-    low-rank adapters are trained, and nothing else (`mcore_models.adapters`).
+    low-rank adapters are trained, and nothing else (`mcore_models.adapters`). With `low_precision`
+    linear layers multiply in few bits.
 
     Raises:
         ValueError: one line with the place, the numbers and the nearest valid values.
@@ -309,12 +311,15 @@ class TrainConfig:
     builders: str | None = None
     freeze: tuple[str, ...] = ()
     lora: LoRAConfig | None = None
+    low_precision: LowPrecisionConfig | None = None
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
         _require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         check_sequence(self.parallel, self.data.seq_length)
         self.recompute.check(self.model, self.parallel)
+        if self.low_precision is not None:
+            self.low_precision.check(self.model)
         model, data = self.model, self.data
         check_denoising(model.family, data)
         _require(

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mcore_kernels import Target
 from mcore_models import GPT, TokenBatch, build_model, freeze, import_builders
 from mcore_models.adapters import add_lora
 from mcore_models.common import Block
 from mcore_models.common.encoder_decoder import StackLayer
+from mcore_models.low_precision import LowPrecision, check_recipe, use_low_precision
 from mcore_parallel import (
     Channel,
     GradientBuckets,
@@ -82,7 +84,8 @@ class Session:
     """Model, gradients, optimizer, random streams, data and pipeline channel of one rank.
 
     The model holds this rank's part under `mesh`; the same config gives the same global weights
-    under every mesh. `scaler` scales the loss in fp16, and is None in other precisions.
+    under every mesh. `scaler` scales the loss in fp16, and is None in other precisions;
+    `low_precision` is None where no linear layer multiplies in few bits.
     """
 
     config: TrainConfig
@@ -95,6 +98,7 @@ class Session:
     data: DataSource
     channel: Channel
     scaler: LossScaler | None = None
+    low_precision: LowPrecision | None = None
 
     def close(self) -> None:
         """Finish what is under way and release the communicators; all ranks call it together."""
@@ -112,9 +116,10 @@ def build_session(
 
     Raises:
         ValueError: before anything is built: the config does not fit the mesh, or the data or the
-            architecture does not fit the config.
+            architecture does not fit the config, or the device cannot multiply as it says.
     """
     plan = config.check_world(mesh.world.size)
+    _check_device(config, mesh.device)
     data = ReplicaData(config, mesh) if data is None else data
     model = build_model(
         config.model,
@@ -129,6 +134,7 @@ def build_session(
     if config.lora is not None:
         add_lora(model, config.lora)
     freeze(model, config.freeze)
+    low_precision = _use_low_precision(model, config)
     buckets = data_parallel(
         model,
         model.specs(),
@@ -143,6 +149,8 @@ def build_session(
         hyper=decay(config.optimizer.weight_decay),
     )
     optimizer.gather_on_use(model.blocks)
+    if low_precision is not None:
+        optimizer.when_changed(low_precision.weights_changed)
     return Session(
         config=config,
         plan=plan,
@@ -154,7 +162,22 @@ def build_session(
         data=data,
         channel=Channel(mesh.pp, device=mesh.device),
         scaler=LossScaler(config.loss_scale) if config.precision == "fp16" else None,
+        low_precision=low_precision,
     )
+
+
+def _check_device(config: TrainConfig, device: torch.device) -> None:
+    low = config.low_precision
+    if low is not None:
+        target = Target.of(device, dtype=DTYPES[config.precision])
+        check_recipe(low.chosen, target, emulate=low.emulate)
+
+
+def _use_low_precision(model: GPT, config: TrainConfig) -> LowPrecision | None:
+    low = config.low_precision
+    if low is None:
+        return None
+    return use_low_precision(model, low.rules(config.model), emulate=low.emulate)
 
 
 def _units(model: GPT) -> list[nn.Module]:

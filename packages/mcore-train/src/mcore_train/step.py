@@ -200,6 +200,8 @@ class Step:
             factor = 1.0 if clip is None else clip_factor(norm, clip)
             optimizer.step(lr, grad_scale=factor / scale)
             adapt_routers(self.session.model, self.loads)
+        if self.session.low_precision is not None:
+            self.session.low_precision.advance()
         if self.session.scaler is not None:
             self.session.scaler.update(finite=math.isfinite(norm))
         return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from mcore_models import preset
 from mcore_parallel import ParallelConfig, world_size_from_env
@@ -29,6 +30,7 @@ def bench_config(
         layout: as `ParallelConfig.parse` reads it; data parallelism takes what is left.
         world_size: processes; None for those of torchrun, or this one alone.
         micro_batches: per replica and step.
+        precision: of the config; or "fp8", which is bf16 with linear layers in 8 bits.
         overrides: as `load_config` reads them.
 
     Raises:
@@ -41,7 +43,7 @@ def bench_config(
     parallel = ParallelConfig.parse(layout)
     replicas = parallel.resolve(world_size or world_size_from_env()).dp
     assert replicas is not None
-    tree = {
+    tree: dict[str, Any] = {
         "steps": 1,
         "model": {"preset": name},
         "parallel": asdict(parallel),
@@ -52,6 +54,8 @@ def bench_config(
         },
         "schedule": {"kind": "constant", "lr": 1e-5, "min_lr": 0.0},
         "log": {"progress": False},
-        "precision": precision,
+        "precision": "bf16" if precision == "fp8" else precision,
     }
+    if precision == "fp8":
+        tree["low_precision"] = {}
     return load_config(tree, overrides)

@@ -51,6 +51,7 @@ class BenchReport:
     step_seconds: median over the measured steps, `step_range` the fastest and the slowest.
     tokens_per_second and model_flops (per second) are those of one device; model_flops counts what
     the model needs, nothing that is computed twice (`mcore_models.flops_per_token`).
+    low_precision: which linear layers multiply in few bits; None: none does.
     peak_bytes: the most memory that tensors took on this device; None on a CPU.
     """
 
@@ -63,6 +64,7 @@ class BenchReport:
     micro_size: int
     micro_batches: int
     precision: str
+    low_precision: str | None
     step_seconds: float
     step_range: tuple[float, float]
     tokens_per_second: float
@@ -160,6 +162,7 @@ def _measure(session: Session, options: BenchOptions, limits: Limits) -> BenchRe
         micro_size=config.batch.micro_size,
         micro_batches=session.plan.micro_batches,
         precision=config.precision,
+        low_precision=None if session.low_precision is None else session.low_precision.describe(),
         step_seconds=median,
         step_range=(min(seconds), max(seconds)),
         tokens_per_second=tokens,

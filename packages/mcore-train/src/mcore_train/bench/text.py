@@ -10,6 +10,7 @@ def describe(report: BenchReport) -> list[str]:
         f"{report.parameters / 1e9:.3f} B parameters, {report.precision}, {report.layout}, "
         f"{report.world_size} x {report.device}; {report.micro_batches} micro-batches of "
         f"{report.micro_size} x {report.seq_length} tokens per replica",
+        *([] if report.low_precision is None else [report.low_precision]),
         f"step    {report.step_seconds:.4f} s (median; {fastest:.4f} to {slowest:.4f}), "
         f"loss {report.loss:.4f}",
         f"speed   {report.tokens_per_second:,.0f} tokens/s and "

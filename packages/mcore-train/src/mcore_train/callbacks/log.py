@@ -147,7 +147,8 @@ class MetricsLog(Callback):
 class Progress(Callback):
     """A progress bar over the steps on rank 0, written to stderr.
 
-    It shows the loss, or what else `measure` names among the numbers of a step.
+    It shows the loss, or what else `measure` names among the numbers of a step. In front of it
+    stands a line about what multiplies in few bits, if anything does.
     """
 
     def __init__(self, *, measure: str = "loss") -> None:
@@ -158,6 +159,8 @@ class Progress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Open the bar at the step reached so far."""
         if trainer.session.mesh.rank == 0:
+            if trainer.session.low_precision is not None:
+                tqdm.write(trainer.session.low_precision.describe(), file=sys.stderr)
             total, done = trainer.config.steps, trainer.step
             self.bar = tqdm(
                 total=total, initial=done, unit="step", desc="train", file=sys.stderr, mininterval=1
