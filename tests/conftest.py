@@ -1,6 +1,7 @@
 """The pool of ranks of this test session."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,11 @@ PRELOAD = (
 # own threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# Commands that tests start keep what they compile: without it, importing torch takes each of them
+# three times as long.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # As in the ranks: sums over threads are taken in another order, and some comparisons are bitwise.
 torch.set_num_threads(1)

@@ -3,8 +3,9 @@
 Python blocks of one file share one process, in order, in an empty folder; one that begins with a
 comment `# NAME.py` is that file, beside the others. Shell blocks run with
 `uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`) or is
-this suite itself is not run again, nor the quickstart, which has a test of its own
-(tests/system/test_quickstart.py).
+this suite itself is not run again, nor what has tests of its own: the quickstart
+(tests/system/test_quickstart.py) and the doctor, which holds every operator to its specification
+(tests/kernels/test_bench.py, tests/kernels/testing/test_conformance.py).
 """
 
 import os
@@ -29,7 +30,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 ELSEWHERE = (
     *("pip install", "git clone", "uv sync", "pytest", "cd ", "make "),
-    "mcore-train quickstart",
+    *("mcore-train quickstart", "mcore-kernels doctor"),
 )
 
 

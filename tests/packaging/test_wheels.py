@@ -103,16 +103,20 @@ def test_wheels_carry_types_license_and_sources(wheels: Path) -> None:
 def test_installs_alone_and_imports(
     uv: str, wheels: Path, pins: Path, tmp_path: Path, package: str
 ) -> None:
-    """U01: a clean environment; importing loads no accelerator library (CUDA build of torch)."""
-    venv = tmp_path / "venv"
+    """U01: a clean environment; importing loads no accelerator library (CUDA build of torch).
+
+    All lie at one place, one after the other, so that torch is compiled for the first alone.
+    """
+    venv = wheels.parent / "venv"
     python = venv / "bin" / "python"
-    run(uv, "venv", "--python", sys.executable, str(venv))
+    run(uv, "venv", "--clear", "--python", sys.executable, str(venv))
     install = ["pip", "install", "--python", str(python), "--find-links", str(wheels)]
     run(uv, *install, "--constraint", str(pins), package)
     listed = run(uv, "pip", "freeze", "--python", str(python)).splitlines()
     ours = {line.split("==")[0].split(" ")[0] for line in listed if line.startswith("mcore")}
     assert ours == BRINGS[package]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["PYTHONPYCACHEPREFIX"] = str(wheels.parent / "compiled")
     root = package.replace("-", "_")
     result = subprocess.run(
         [str(python), "-W", "error", "-c", IMPORT.format(root=root)],
