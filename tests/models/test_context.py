@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_models import (
+    AttentionConfig,
+    BertConfig,
     DeltaNetConfig,
     GlobalCounts,
     MambaConfig,
@@ -30,6 +32,21 @@ DELTA = DeltaNetConfig(
     num_key_heads=2, num_value_heads=8, key_head_dim=6, value_head_dim=4, chunk_size=4
 )
 HYBRID = replace(LLAMA, num_layers=3, pattern=("M-", "*-", "G."), mamba=MAMBA, delta_net=DELTA)
+BERT = ModelConfig(
+    vocab_size=37,
+    hidden_size=32,
+    num_layers=4,
+    num_heads=4,
+    norm="layer_norm",
+    norm_place="sum",
+    activation="gelu",
+    position="learned",
+    max_positions=12,
+    linear_bias=True,
+    tied_embeddings=True,
+    attention=AttentionConfig(causal=False),
+    bert=BertConfig(),
+)
 MIXED = "cp-kind=ring+all-gather+all-to-all+two-level:2"
 
 
@@ -47,8 +64,11 @@ def measure(config: ModelConfig, layout: str) -> tuple[float, dict[str, Tensor]]
     mesh = ParallelMesh.create(parallel) if dist.is_initialized() else ParallelMesh.single()
     assert mesh is not None
     model = build_model(config, mesh, key=RngKey(11))
-    batch = example().share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
-    loss = model.loss(batch, counts=GlobalCounts(tokens=16.0))
+    batch = example()
+    if config.bert is not None:
+        batch = replace(batch, document_labels=torch.tensor([1, 0, -1, 1]))
+    batch = batch.share(mesh.cp.rank, mesh.cp.size, multiple=mesh.tp.size)
+    loss = model.loss(batch, counts=GlobalCounts(tokens=16.0, documents=3.0))
     loss.backward()
     specs, gradients = model.specs(), {}
     for name, parameter in model.named_parameters():
@@ -69,6 +89,8 @@ def measure(config: ModelConfig, layout: str) -> tuple[float, dict[str, Tensor]]
         (LLAMA, 4, f"cp=4,{MIXED}"),
         (LLAMA, 4, "cp=2,tp=2,sp,cp-kind=all-to-all"),
         (LLAMA, 2, "cp=2,cp-kind=all-gather"),
+        (BERT, 4, f"cp=4,{MIXED}"),
+        (BERT, 4, "cp=2,tp=2,sp,cp-kind=all-gather"),
         (HYBRID, 4, "cp=4"),  # each group of B and C, and each key head, goes to two ranks
         (HYBRID, 4, "cp=2,tp=2,sp"),
     ],
@@ -76,7 +98,10 @@ def measure(config: ModelConfig, layout: str) -> tuple[float, dict[str, Tensor]]
 def test_every_kind_in_a_model(
     ranks: RankPool, config: ModelConfig, world: int, layout: str
 ) -> None:
-    """U28 and U29: uneven packed documents, kinds that differ from layer to layer."""
+    """U28 and U29: uneven packed documents, kinds that differ from layer to layer.
+
+    Where tokens see later ones, too, and documents have labels.
+    """
     want = measure(config, "tp=1")
     loss, gradients = ranks.run(measure, world, config, layout)[0]
     assert loss == pytest.approx(want[0], rel=1e-6)

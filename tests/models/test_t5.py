@@ -17,10 +17,12 @@ from mcore_models import (
     T5Config,
     TokenBatch,
     build_model,
+    check_layout,
     count_parameters,
 )
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_models.common.relative_bias import biased_attention, distance_buckets
+from mcore_models.common.text import Text
 from mcore_models.t5 import paired_batch
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_gather_object, all_reduce
 from mcore_parallel.testing import RankPool
@@ -105,13 +107,8 @@ def test_attention_with_a_bias_is_that_of_each_document_alone() -> None:
     q, k, v, bias = draw(12, 2, 4), draw(12, 2, 4), draw(12, 2, 4), draw(2, 5, 5)
     tensors = [x.requires_grad_() for x in (q, k, v, bias)]
     bounds = torch.tensor([0, 5, 5, 8, 10], dtype=torch.int32)
-    batch = TokenBatch(
-        tokens=torch.zeros(12, dtype=torch.int64),
-        positions=torch.zeros(12, dtype=torch.int64),
-        cu_seqlens=bounds,
-        max_seqlen=5,
-    )
-    out = biased_attention(q, k, v, bias, batch, scale=0.7)
+    text = Text(cu_seqlens=bounds, max_seqlen=5)
+    out = biased_attention(q, k, v, bias, text=text, scale=0.7)
     assert not out[10:].any()
     parts = []
     for start, stop in ((0, 5), (5, 8), (8, 10)):
@@ -190,12 +187,17 @@ def test_what_a_config_refuses(change: dict[str, Any], message: str) -> None:
 
 
 def test_what_it_does_not_run_with() -> None:
-    for layout in (ParallelConfig(pp=2), ParallelConfig(cp=2)):
-        mesh = ParallelMesh.arithmetic(layout, world_size=2, rank=0)
-        with pytest.raises(ValueError, match=r"runs on tp and dp alone, not on .p=2"):
-            build_model(CONFIG, mesh, device="meta")
-    with pytest.raises(ValueError, match=r"recompute\.mode='full' and t5"):
-        build_model(CONFIG, recompute=RecomputeConfig(mode="full"))
+    for layout, message in (
+        ("lanes=2", "lanes=2 let others compute .* use lanes=1"),
+        ("cp=8", r"cp=8: 4 heads with a bias \(of tp=1\) cannot .* over 8 ranks: use 4"),
+        ("pp=6", "5 layers are fewer than pp = 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_layout(CONFIG, ParallelConfig.parse(layout))
+    with pytest.raises(ValueError, match=r"has no 'moe'; it has core_attn, mlp, norm"):
+        build_model(CONFIG, recompute=RecomputeConfig(mode="selective", parts=("moe",)))
+    with pytest.raises(ValueError, match="one of 2 shares of its documents and cp=1"):
+        built().stage_forward(a_batch().share(0, 2))
     with pytest.raises(ValueError, match="reads a source"):
         ModelRunner(built())
     with pytest.raises(ValueError, match=r"reads batch\.source"):
@@ -205,18 +207,85 @@ def test_what_it_does_not_run_with() -> None:
         built().stage_forward(batch)
 
 
+def through_stages(layout: str, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss and every whole gradient, of stages that hand on in one process."""
+    config = ParallelConfig.parse(layout)
+    line, batch = config.line, a_batch()
+    stages = [
+        built(
+            mesh=ParallelMesh.arithmetic(config, world_size=config.pp, rank=rank),
+            dtype=torch.float64,
+            **options,
+        )
+        for rank in range(config.pp)
+    ]
+    hidden: Tensor | None = None
+    for place in range(line.last):
+        stage, chunk = line.place(place)
+        hidden = stages[stage].stage_forward(batch, hidden, chunk=chunk)
+    assert batch.loss_mask is not None
+    counts = GlobalCounts(tokens=float(batch.loss_mask.sum()))
+    loss = stages[line.place(line.last)[0]].loss(batch, hidden, counts=counts)
+    loss.backward()
+    found: dict[str, Tensor] = {}
+    for model in stages:
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            found[name] = found[name] + gradient if name in found else gradient
+    return loss.item(), found
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        ("pp=2", CONFIG),
+        ("pp=5", CONFIG),
+        ("pp=2,stages=1+4", replace(CONFIG, tied_embeddings=False)),
+        ("pp=2,schedule=interleaved,chunks=2,stages=0+3+0+2", CONFIG),
+        ("pp=2,schedule=zb-v,chunks=2", CONFIG),
+    ],
+)
+def test_stages_hand_on_both_texts(layout: str, config: ModelConfig) -> None:
+    """Encoder and decoder meet anywhere; biases and both embeddings get their whole gradient."""
+    loss, gradients = through_stages("pp=1", config=config)
+    other, found = through_stages(layout, config=config)
+    assert other == pytest.approx(loss, rel=1e-12)
+    assert found.keys() == gradients.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(mode="full", layers_together=2),
+        RecomputeConfig(mode="full", first_layers=1),
+        RecomputeConfig(mode="selective", parts=("core_attn", "mlp", "norm")),
+    ],
+)
+def test_recomputed_it_is_the_same_bit_for_bit(recompute: RecomputeConfig) -> None:
+    loss, gradients = through_stages("pp=1")
+    other, found = through_stages("pp=1", recompute=recompute)
+    assert other == loss
+    for name, value in gradients.items():
+        assert torch.equal(found[name], value), name
+
+
 def loss_and_gradients(layout: ParallelConfig) -> tuple[float, dict[str, Tensor]]:
-    """The loss and every whole gradient, of ranks of tp."""
+    """The loss and every whole gradient, of ranks of tp and cp."""
     mesh = ParallelMesh.create(layout)
     assert mesh is not None
     model, batch = built(mesh=mesh, dtype=torch.float64), a_batch()
     assert batch.loss_mask is not None
-    loss = model.loss(batch, counts=GlobalCounts(tokens=float(batch.loss_mask.sum())))
+    counts = GlobalCounts(tokens=float(batch.loss_mask.sum()))
+    multiple = mesh.tp.size if mesh.config.sequence_parallel else 1
+    loss = model.loss(batch.share(mesh.cp.rank, mesh.cp.size, multiple=multiple), counts=counts)
     loss.backward()
     specs, pieces = model.specs(), []
     for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = all_reduce(parameter.grad, mesh.cp).clone()
         for sync in specs[name].grad_sync:
             flat = gradient.view(-1)[sync.start : sync.stop]
             flat.copy_(all_reduce(flat.clone(), sync.group))
@@ -229,15 +298,15 @@ def loss_and_gradients(layout: ParallelConfig) -> tuple[float, dict[str, Tensor]
             whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=view.dtype))
             rows = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
             whole[rows] = view
-    return loss.item(), found
+    return all_reduce(loss.detach(), mesh.cp).item(), found
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp", "tp=4"])
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp", "tp=4", "cp=4", "cp=2,tp=2,sp"])
 def test_over_ranks_it_is_the_same_model(ranks: RankPool, layout: str) -> None:
-    """From the same initial values the same loss and gradients."""
+    """From the same initial values the same loss and gradients, of documents cut anyhow."""
     loss, gradients = loss_and_gradients(ParallelConfig())
     parallel = ParallelConfig.parse(layout)
-    for other, theirs in ranks.run(loss_and_gradients, parallel.tp, parallel):
+    for other, theirs in ranks.run(loss_and_gradients, parallel.model_size, parallel):
         assert other == pytest.approx(loss, rel=1e-6)
         assert theirs.keys() == gradients.keys()
         for name, value in gradients.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_parallel import Group, all_reduce
 from mcore_parallel.context import (
     AllToAllAttention,
+    DocumentPadding,
     HeadExchange,
     RingAttention,
     SequenceSplit,
@@ -24,7 +25,7 @@ from mcore_parallel.context import (
     gather,
 )
 from mcore_parallel.context.blocks import Masking
-from mcore_parallel.context.local import chunks_of
+from mcore_parallel.context.local import chunks_of, whole_lengths
 from mcore_parallel.protocols import AttentionOp, TorchAttention
 from mcore_parallel.testing import RankPool
 
@@ -170,6 +171,71 @@ def test_every_kind_equals_one_process(ranks: RankPool, kind: tuple[int, str]) -
         Problem(dtype=torch.bfloat16, masking=(True, 9)),
     ]
     check(ranks, kind, problems)
+
+
+UNEVEN = (3, 0, 9, 1, 17)
+
+
+def filled_up(kind: str, problems: list[Problem]) -> list[list[Tensor]]:
+    """Output and gradients of documents whose ends are filled up with large numbers."""
+    group = Group.world()
+    op, found = context_attention(kind, group), []
+    for problem in problems:
+        padding = DocumentPadding(lengths=problem.lengths, size=group.size)
+        split, (causal, window) = padding.split, problem.masking
+        *qkv, grad = problem.inputs()
+        qkv = [split.take(padding.pad(x, 1e3), group.rank).requires_grad_() for x in qkv]
+        cu_seqlens = torch.tensor(split.local_bounds, dtype=torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        out, _ = op(
+            *qkv,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=causal,
+            window=window,
+            sinks=None,
+            lengths=problem.lengths,
+        )
+        out.backward(split.take(padding.pad(grad), group.rank))
+        results = [out.detach(), *(x.grad for x in qkv if x.grad is not None)]
+        whole = [split.gather(x, group) for x in results]
+        added = torch.ones(split.num_rows, dtype=torch.bool)
+        added[padding.rows()] = False
+        assert not any(x[added].any() for x in whole[1:])
+        found.append([padding.unpad(x) for x in whole])
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_that_fill_up_documents_are_seen_by_nobody(
+    ranks: RankPool, kind: tuple[int, str]
+) -> None:
+    """Where tokens see later ones the rows after a document's end would be among them."""
+    problems = [
+        Problem(masking=masking, lengths=lengths, heads=heads)
+        for lengths in (UNEVEN, (9, 9), (2,))
+        for masking, heads in [
+            *(((False, window), (4, 2)) for window in (None, 2, 9)),
+            ((False, None), (8, 1)),
+            ((True, None), (4, 2)),
+        ]
+    ]
+    world, name = kind
+    for problem, results in zip(
+        problems, ranks.run(filled_up, world, name, problems)[0], strict=True
+    ):
+        out, _, *gradients = alone(problem)
+        for got, want in zip(results, (out, *gradients), strict=True):
+            torch.testing.assert_close(got, want, **TOLERANCES[torch.float64], msg=str(problem))
+
+
+def test_lengths_that_do_not_fit_the_rows() -> None:
+    for lengths in ((5, 9), (4,), (-1, 4)):
+        with pytest.raises(ValueError, match=r"of \d documents in rows for \[4, 8\] of 2"):
+            whole_lengths((range(2), range(2, 6)), 2, lengths)
 
 
 @pytest.mark.gpu

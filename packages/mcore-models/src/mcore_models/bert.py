@@ -183,7 +183,15 @@ def mean_pool(hidden: Tensor, batch: TokenBatch) -> Tensor:
     """The mean [N, H] of the hidden states [T, H] of each document; zeros for one without tokens.
 
     What sentence encoders such as all-MiniLM-L6-v2 take for the meaning of a text.
+
+    Raises:
+        ValueError: the hidden states are those of a share of the documents.
     """
+    if batch.shares > 1:
+        raise ValueError(
+            f"the mean of a document needs all of it, and this is one of {batch.shares} shares: "
+            f"use cp=1"
+        )
     bounds = batch.cu_seqlens.long()
     inside = torch.arange(len(hidden), device=hidden.device) < bounds[-1]
     sums = hidden.new_zeros(batch.num_documents, hidden.shape[1])

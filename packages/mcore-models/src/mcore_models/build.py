@@ -73,8 +73,6 @@ def build_model(
     check_layout(config, mesh.config, builders)
     recompute = recompute or RecomputeConfig()
     recompute.check(config, mesh.config)
-    if config.t5 is not None and recompute.mode != "none":
-        raise ValueError(f"recompute.mode={recompute.mode!r} and t5: use mode 'none'")
     if not isinstance(kernels, Kernels):
         place = mesh.device if device.type == "meta" else device
         target = Target.of(place, dtype=dtype, head_dim=_head_size(config))
@@ -108,7 +106,7 @@ def _head_size(config: ModelConfig) -> int | None:
 
 def _chunks(config: ModelConfig, mesh: ParallelMesh) -> list[range]:
     """The layers of each chunk of this rank's pipeline stage."""
-    line, placed = mesh.config.line, mesh.config.place_layers(config.num_layers)
+    line, placed = mesh.config.line, mesh.config.place_layers(config.total_layers)
     return [placed[line.position(mesh.pp.rank, chunk)] for chunk in range(line.num_chunks)]
 
 
@@ -127,16 +125,10 @@ def check_layout(
     tp, cp = parallel.tp, parallel.cp
     letters = set("".join(config.layer_pattern))
     _check_experts(config, parallel)
-    if config.t5 is not None and (parallel.pp > 1 or cp > 1):
-        asked = f"pp={parallel.pp}" if parallel.pp > 1 else f"cp={cp}"
+    if config.t5 is not None and parallel.lanes > 1:
         raise ValueError(
-            f"an encoder with a decoder that reads it (t5) runs on tp and dp alone, not on {asked}"
-        )
-    if cp > 1 and "*" in letters and not config.attention.causal:
-        # Documents are filled up at their ends, where a causal mask alone hides what is added.
-        raise ValueError(
-            f"tokens that see later ones (attention.causal=False) cannot be cut over cp={cp}: "
-            f"use cp=1"
+            f"lanes={parallel.lanes} let others compute while tokens travel to experts, which an "
+            f"encoder with a decoder that reads it (t5) has not: use lanes=1"
         )
     if cp > 1:
         # Parts that see single tokens do not care; of a part of somebody's own nothing is known.
@@ -172,12 +164,16 @@ def check_layout(
         raise ValueError(f"{bad(tp)[0]} cannot be cut over tp={tp}: use tp={near}")
     if cp > 1:
         _check_context(config, parallel)
-    parallel.place_layers(config.num_layers)
+    parallel.place_layers(config.total_layers)
 
 
 def _check_context(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the heads of a tensor-parallel rank suffice for its context-parallel ones."""
     mamba, tp, cp = config.mamba, parallel.tp, parallel.cp
+    if config.t5 is not None:  # which deals out its heads whatever the kind: scores have a bias
+        heads = config.num_heads // tp
+        check_heads(heads, heads, cp, what=f"cp={cp}: {heads} heads with a bias (of tp={tp})")
+        return
     if mamba is not None:
         heads, groups = mamba.num_heads // tp, max(mamba.num_groups // tp, 1)
         what = f"cp={cp}: Mamba-2's {heads} heads and {groups} groups (of tp={tp})"

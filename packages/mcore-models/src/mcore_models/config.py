@@ -245,6 +245,13 @@ class ModelConfig:
         dense = NO_PART if mixer == "M" else "-"
         return (mixer + (dense if self.moe is None else "E"),) * self.num_layers
 
+    @property
+    def total_layers(self) -> int:
+        """Layers of all stacks: `num_layers`, and after these those of the decoder of `t5`."""
+        if self.t5 is None:
+            return self.num_layers
+        return self.num_layers + (self.t5.num_decoder_layers or self.num_layers)
+
     def layers_with(self, letter: str) -> tuple[int, ...]:
         """The indices of the layers that have a part of this letter, those of `mtp` at the end."""
         pattern = (*self.layer_pattern, *self.mtp_pattern)

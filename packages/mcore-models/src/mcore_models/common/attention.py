@@ -114,6 +114,9 @@ class Attention(nn.Module):
                 raise ValueError("tokens that see later ones (attention.causal) cannot be cached")
             k, v, cu_seqlens_k, max_seqlen_k = context.cache.extend(self.layer_index, k, v)
             uniform = None
+        options = dict(self._scores)
+        if self._shares > 1 and not options["causal"]:
+            options["lengths"] = batch.lengths
         mixed, _ = self._attention(
             q,
             k,
@@ -124,7 +127,7 @@ class Attention(nn.Module):
             max_seqlen_k=max_seqlen_k,
             uniform=uniform,
             sinks=self.sinks,
-            **self._scores,
+            **options,
         )
         if gate:
             mixed = mixed * gate[0].sigmoid()

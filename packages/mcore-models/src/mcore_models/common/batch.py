@@ -17,6 +17,9 @@ from mcore_parallel.context import DocumentPadding
 if TYPE_CHECKING:
     from mcore_models.common.auxiliary import AuxiliaryLosses
 
+_PER_DOCUMENT = ("cu_seqlens", "document_labels")
+"""Tensors of a batch that have no entry for every token."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch:
@@ -35,8 +38,9 @@ class TokenBatch:
     `token_types` [T] int64 are the segments of BERT, and `document_labels` [N] int64 say of each
     document whether its two segments are in order (0) or not (1), -1 where that is not asked.
     `source` is the encoder's micro-batch where this is the decoder's, document by document.
-    `shares` = n says that this is one rank's share of every document, as `share` cuts it, and
-    `real` [T] bool which of its tokens are of the whole (all, without it).
+    `shares` = n says that this is one rank's share of every document, as `share` cuts it,
+    `real` [T] bool which of its tokens are of the whole (all, without it), and `lengths` how long
+    the whole documents are where some were filled up.
     """
 
     tokens: Tensor
@@ -55,6 +59,7 @@ class TokenBatch:
     document_labels: Tensor | None = None
     source: "TokenBatch | None" = None
     real: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
     shares: int = 1
 
     def __post_init__(self) -> None:
@@ -107,21 +112,19 @@ class TokenBatch:
 
         Documents are cut as `mcore_parallel.context.SequenceSplit` says. Where one is too short
         or uneven for that, unused tokens are added at its end, and at the end of the share until
-        `multiple` divides its tokens: their loss mask is 0, and no real token sees them. Positions
-        and rows stay those of the whole; `cu_seqlens` and `max_seqlen` become those of the share.
-        Reads `cu_seqlens` from the device, unless `uniform`.
+        `multiple` divides its tokens: their loss mask is 0, and no real token sees them (`lengths`
+        tell attention to later tokens of them). Positions and rows stay those of the whole;
+        `cu_seqlens` and `max_seqlen` become those of the share. A label of a document is with the
+        first rank, which has its first token; a source is shared likewise. Reads `cu_seqlens` from
+        the device, unless `uniform`.
 
         Raises:
-            ValueError: this is a share already, `rank` is none of the `size`, or the batch has
-                what is not cut: a source, or labels of documents.
+            ValueError: this is a share already, or `rank` is none of the `size`.
         """
         if self.shares > 1:
             raise ValueError(f"the batch is one of {self.shares} shares already: share the whole")
         if size == 1:
             return self
-        for name in ("source", "document_labels"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"a batch with {name} cannot be cut over cp={size}: use cp=1")
         if self.uniform is None:
             bounds: list[int] = self.cu_seqlens.tolist()
         else:
@@ -130,11 +133,12 @@ class TokenBatch:
         padding = DocumentPadding(lengths=tuple(b - a for a, b in pairwise(bounds)), size=size)
         split = padding.split
         missing = -split.local_bounds[-1] % multiple
-        uneven = missing > 0 or split.num_rows > self.num_tokens
+        filled = split.num_rows > self.num_tokens
+        uneven = missing > 0 or filled
         tensors: dict[str, Tensor] = {
             f.name: value
             for f in fields(self)
-            if f.name != "cu_seqlens" and isinstance(value := getattr(self, f.name), Tensor)
+            if f.name not in _PER_DOCUMENT and isinstance(value := getattr(self, f.name), Tensor)
         }
         if uneven:
             tensors["real"] = torch.ones_like(self.tokens, dtype=torch.bool)
@@ -144,11 +148,17 @@ class TokenBatch:
             mine = split.take(padding.pad(value), rank)
             unused = mine.new_zeros(missing, *mine.shape[1:])
             tensors[name] = torch.cat([mine, unused]) if missing else mine
+        if self.document_labels is not None:
+            labels = self.document_labels
+            tensors["document_labels"] = torch.full_like(labels, -1) if rank else labels
+        source = self.source
         local = torch.tensor(split.local_bounds, dtype=torch.int32)
         uniform = self.uniform
         return replace(
             self,
             **cast(dict[str, Any], tensors),
+            source=None if source is None else source.share(rank, size, multiple=multiple),
+            lengths=padding.lengths if filled else None,
             cu_seqlens=local.to(self.cu_seqlens.device),
             max_seqlen=max((b - a for a, b in pairwise(split.local_bounds)), default=0),
             uniform=None if uniform is None or missing else (uniform[0], split.local_bounds[1]),

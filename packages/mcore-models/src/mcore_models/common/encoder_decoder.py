@@ -1,10 +1,12 @@
 """The layers of an encoder and of a decoder that reads it.
 
-T tokens here, t of them with hidden states (T / tp under sequence parallelism), M tokens of the
-encoder, H hidden, D head size, Q heads of this rank.
+T tokens here, t of them with hidden states (T / tp under sequence parallelism), H hidden, D head
+size, Q heads of this rank; under context parallelism T are a share of every document.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -12,24 +14,36 @@ from mcore_models.common.batch import ResidualDropout, TokenBatch, TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.mlp import MLP
 from mcore_models.common.norm import build_norm
+from mcore_models.common.recompute import recomputed_attention
 from mcore_models.common.relative_bias import RelativeBias, biased_attention
+from mcore_models.common.text import Text
 from mcore_models.config import ModelConfig
-from mcore_parallel import Init
+from mcore_parallel import AttentionOp, Init
+from mcore_parallel.recompute import recompute, recompute_output
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
+
+_STEPS = (
+    ("input_norm", "attention"),
+    ("cross_norm", "cross_attention"),
+    ("post_norm", "mlp"),
+)
+"""The parts of a layer behind their norms; an encoder's has no cross-attention."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackContext:
-    """What the layers of a stack share: its batch, the bias [Q, L, L], and what it reads.
+    """What the layers of a stack share: its batch and documents, the bias, and what it reads.
 
-    `memory` are hidden states [m, H] of the encoder for the tokens of `memory_batch`, whose
-    document n the decoder's document n reads; None in the encoder.
+    `bias` is [heads, L, L], of the heads with which this rank attends. `memory` are hidden states
+    [m, H] of the encoder for the tokens of `read`, whose document n the decoder's document n
+    reads; None in the encoder.
     """
 
     batch: TokenBatch
+    text: Text
     bias: Tensor
     memory: Tensor | None = None
-    memory_batch: TokenBatch | None = None
+    read: Text | None = None
     dropout: ResidualDropout | None = None
 
 
@@ -74,18 +88,23 @@ class _Projections(nn.Module):
 class BiasedSelfAttention(_Projections):
     """Self-attention within each document, with a bias for each distance: [t, H] to [t, H].
 
-    Split over heads, as `Attention`. Communicates over the tensor-parallel group.
+    Split over heads, as `Attention`. Communicates over the tensor-parallel group, and over the
+    context-parallel one, whose ranks exchange their heads for rows.
     """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.qkv = self._column("q", "k", "v")
+        self._again = build.recompute.recomputes("core_attn")
 
     def forward(self, hidden: Tensor, context: StackContext) -> Tensor:
         """Mix the tokens of each document."""
-        q, k, v = self._split(self.qkv(hidden), 3)
-        mixed = biased_attention(q, k, v, context.bias, context.batch, scale=self._scale)
-        out: Tensor = self.o(mixed.flatten(1))
+        text = context.text
+        q, k, v = text.to_heads(*self._split(self.qkv(hidden), 3))
+        attend = partial(biased_attention, text=text, scale=self._scale)
+        bias = context.bias
+        mixed = recompute(attend, q, k, v, bias) if self._again else attend(q, k, v, bias)
+        out: Tensor = self.o(text.to_rows(mixed).flatten(1))
         return out
 
 
@@ -93,33 +112,36 @@ class CrossAttention(_Projections):
     """Queries of the decoder over the encoder's hidden states: [t, H] to [t, H].
 
     Document n of the one sees document n of the other, all of it. Split over heads; communicates
-    over the tensor-parallel group.
+    as `BiasedSelfAttention` does.
     """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.query = self._column("q")
         self.kv = self._column("k", "v")
-        self._attention = build.kernels.attention
+        self._attention: AttentionOp = build.kernels.attention
+        if build.recompute.recomputes("core_attn"):
+            self._attention = recomputed_attention(self._attention)
 
     def forward(self, hidden: Tensor, context: StackContext) -> Tensor:
         """Read what the encoder says."""
         assert context.memory is not None
-        assert context.memory_batch is not None
-        (q,) = self._split(self.query(hidden), 1)
-        k, v = self._split(self.kv(context.memory), 2)
+        assert context.read is not None
+        text, read = context.text, context.read
+        (q,) = text.to_heads(*self._split(self.query(hidden), 1))
+        k, v = read.to_heads(*self._split(self.kv(context.memory), 2))
         mixed, _ = self._attention(
             q,
             k,
             v,
-            cu_seqlens_q=context.batch.cu_seqlens,
-            cu_seqlens_k=context.memory_batch.cu_seqlens,
-            max_seqlen_q=context.batch.max_seqlen,
-            max_seqlen_k=context.memory_batch.max_seqlen,
+            cu_seqlens_q=text.cu_seqlens,
+            cu_seqlens_k=read.cu_seqlens,
+            max_seqlen_q=text.max_seqlen,
+            max_seqlen_k=read.max_seqlen,
             causal=False,
             scale=self._scale,
         )
-        out: Tensor = self.o(mixed.flatten(1))
+        out: Tensor = self.o(text.to_rows(mixed).flatten(1))
         return out
 
 
@@ -131,6 +153,8 @@ class StackLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._place = stack, layer_index
+        self._norm_again = build.recompute.recomputes("norm")
+        self._mlp_again = build.recompute.recomputes("mlp")
         self.input_norm = build_norm(config, build, layer_index)
         self.attention = BiasedSelfAttention(config, build)
         if reads:
@@ -138,62 +162,77 @@ class StackLayer(nn.Module):
             self.cross_attention = CrossAttention(config, build)
         self.post_norm = build_norm(config, build, layer_index)
         self.mlp = MLP(config, build, layer_index)
-        self._reads = reads
+        self._steps = [step for step in _STEPS if reads or step[0] != "cross_norm"]
 
     def forward(self, hidden: Tensor, context: StackContext) -> Tensor:
         """[t, H] to [t, H]."""
-        hidden = self._add(
-            hidden, self.attention(self.input_norm(hidden), context), context, "attention"
-        )
-        if self._reads:
-            read = self.cross_attention(self.cross_norm(hidden), context)
-            hidden = self._add(hidden, read, context, "cross_attention")
-        plain = TokenContext(batch=context.batch)
-        return self._add(hidden, self.mlp(self.post_norm(hidden), plain), context, "mlp")
+        for name, part in self._steps:
+            norm, run = self.get_submodule(name), partial(self._run, part, context)
+            if part == "mlp" and self._mlp_again:
+                run = partial(recompute, run)
+            again = self._norm_again
+            out = recompute_output(norm, hidden, run) if again else run(norm(hidden))
+            if context.dropout is not None:
+                out = context.dropout(out, *self._place, part)
+            hidden = hidden + out
+        return hidden
 
-    def _add(self, hidden: Tensor, out: Tensor, context: StackContext, part: str) -> Tensor:
-        if context.dropout is not None:
-            out = context.dropout(out, *self._place, part)
-        return hidden + out
+    def _run(self, name: str, context: StackContext, normed: Tensor) -> Tensor:
+        part = self.get_submodule(name)
+        asked = TokenContext(batch=context.batch) if name == "mlp" else context
+        out: Tensor = part(normed, asked)
+        return out
 
 
 class Stack(nn.Module):
-    """The layers of an encoder, or of a decoder that reads one, their bias and their last norm."""
+    """The layers of an encoder, or of a decoder that reads one, that a pipeline stage holds.
+
+    layers: their indices in the stack. begins, ends: whether the table of the bias and the last
+    norm of the stack are here, too.
+    """
 
     def __init__(
-        self, config: ModelConfig, build: BuildContext, *, name: str, num_layers: int, reads: bool
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        layers: Sequence[int],
+        *,
+        name: str,
+        begins: bool,
+        ends: bool,
     ) -> None:
         super().__init__()
-        self.name = name
-        self.relative_bias = RelativeBias(config, build, causal=reads)
+        self.name, self.reads = name, name == "decoder"
+        self._recompute = build.recompute
+        self._spread = build.tp if build.recompute.spread else None
+        if begins:
+            self.relative_bias = RelativeBias(config, build)
         self.layers = nn.ModuleDict(
             {
-                str(index): StackLayer(config, build, index, stack=name, reads=reads)
-                for index in range(num_layers)
+                str(index): StackLayer(config, build, index, stack=name, reads=self.reads)
+                for index in layers
             }
         )
-        self.final_norm = build_norm(config, build, num_layers)
+        if ends:
+            self.final_norm = build_norm(config, build, config.num_layers)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        batch: TokenBatch,
-        *,
-        memory: Tensor | None = None,
-        memory_batch: TokenBatch | None = None,
-        dropout: ResidualDropout | None = None,
-    ) -> Tensor:
-        """Embeddings [t, H] to normed hidden states [t, H]."""
-        context = StackContext(
-            batch=batch,
-            bias=self.relative_bias(batch.max_seqlen),
-            memory=memory,
-            memory_batch=memory_batch,
-            dropout=dropout,
-        )
-        if dropout is not None:
-            hidden = dropout(hidden, self.name, "embedding")
-        for layer in self.layers.values():
-            hidden = layer(hidden, context)
+    def begin(self, embedded: Tensor, dropout: ResidualDropout | None) -> Tensor:
+        """What the first layer gets of embeddings [t, H]."""
+        return embedded if dropout is None else dropout(embedded, self.name, "embedding")
+
+    def forward(self, hidden: Tensor, context: StackContext, layers: Sequence[int]) -> Tensor:
+        """Run these layers in order: [t, H] to [t, H]."""
+        for again, group in self._recompute.groups(list(map(str, layers))):
+            run = partial(self._run, group, context)
+            hidden = recompute(run, hidden, spread=self._spread) if again else run(hidden)
+        return hidden
+
+    def finish(self, hidden: Tensor, dropout: ResidualDropout | None) -> Tensor:
+        """Norm what the last layer gives, [t, H]."""
         out: Tensor = self.final_norm(hidden)
         return out if dropout is None else dropout(out, self.name, "final_norm")
+
+    def _run(self, names: list[str], context: StackContext, hidden: Tensor) -> Tensor:
+        for name in names:
+            hidden = self.layers[name](hidden, context)
+        return hidden

@@ -37,6 +37,8 @@ def split_lanes(context: TokenContext, lanes: int) -> list[tuple[TokenContext, s
         stop = batch.num_tokens if last == count else bounds[last]
         mine = slice(bounds[first] if first < count else batch.num_tokens, stop)
         part = _batch_of(batch, bounds[first : last + 1], mine)
+        if batch.lengths is not None:
+            part = replace(part, lengths=batch.lengths[first:last])
         parts.append((_context_of(context, part, mine), mine))
     return parts
 

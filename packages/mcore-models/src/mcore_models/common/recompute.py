@@ -103,13 +103,13 @@ class RecomputeConfig:
                 f"recompute.spread keeps inputs of layers once over the tensor-parallel ranks: "
                 f"{why}; use spread=false"
             )
-        most = max(map(len, parallel.place_layers(config.num_layers)))
+        most = max(map(len, parallel.place_layers(config.total_layers)))
         for name in ("first_layers", "layers_together"):
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ValueError(
                     f"recompute.{name}={value}, and no pipeline stage (or chunk of one) has more "
-                    f"than {most} of the {config.num_layers} layers: use {most} or less"
+                    f"than {most} of the {config.total_layers} layers: use {most} or less"
                 )
 
 

@@ -1,4 +1,7 @@
-"""Attention with a bias for each distance. T tokens in N documents of at most L, Q heads here."""
+"""Attention with a bias for each distance.
+
+T tokens in N documents of at most L, Q heads with which this rank attends.
+"""
 
 import math
 
@@ -6,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.text import Text
 from mcore_models.config import ModelConfig
+from mcore_models.parts import T5Config
 from mcore_parallel import Init, ParamSpec, TensorLayout
 from mcore_parallel.layout import Box
 from mcore_parallel.spec import join
@@ -38,31 +42,38 @@ def distance_buckets(
     return first + torch.where(distance < single, distance, wide)
 
 
+def relative_bias(table: Tensor, length: int, options: T5Config, *, causal: bool) -> Tensor:
+    """[Q, L, L]: what is added to the score of each query and key, -inf where it is hidden.
+
+    `table` [buckets, Q] has the numbers of each bucket of distances.
+    """
+    buckets = distance_buckets(
+        length,
+        num_buckets=options.num_buckets,
+        max_distance=options.max_distance,
+        causal=causal,
+        device=table.device,
+    )
+    bias = F.embedding(buckets, table).permute(2, 0, 1)
+    if not causal:
+        return bias
+    return bias.masked_fill(torch.ones_like(buckets, dtype=torch.bool).triu(1), -math.inf)
+
+
 class RelativeBias(nn.Module):
     """A learned number for each bucket of distances and head, cut over the heads."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext, *, causal: bool) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         assert config.t5 is not None
-        self.causal = causal
-        self._options, self._tp, self._heads = config.t5, build.tp, config.num_heads
+        self._tp, self._heads = build.tp, config.num_heads
         self._init = Init(kind="normal", std=config.init_std)
         size = (config.t5.num_buckets, config.num_heads // build.tp.size)
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
 
-    def forward(self, length: int) -> Tensor:
-        """[Q, L, L]: what is added to the score of each query and key, -inf where it is hidden."""
-        buckets = distance_buckets(
-            length,
-            num_buckets=self._options.num_buckets,
-            max_distance=self._options.max_distance,
-            causal=self.causal,
-            device=self.weight.device,
-        )
-        bias = F.embedding(buckets, self.weight).permute(2, 0, 1)
-        if not self.causal:
-            return bias
-        return bias.masked_fill(torch.ones_like(buckets, dtype=torch.bool).triu(1), -math.inf)
+    def forward(self) -> Tensor:
+        """The table [buckets, Q] of all heads here: every layer of the stack takes it."""
+        return self.weight
 
     def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
         """The spec of `weight`, global `<prefix>.weight` [buckets, Q of all ranks]."""
@@ -73,28 +84,29 @@ class RelativeBias(nn.Module):
 
 
 def biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, batch: TokenBatch, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, text: Text, scale: float
 ) -> Tensor:
     """Attention within each document, [T, Q, D] of q, k and v alike; `bias` [Q, L, L] is added.
 
     Documents are laid side by side in rows of the longest; memory N · Q · L². Rows past the last
     document give zeros.
     """
-    if batch.uniform is not None:
-        samples, length = batch.uniform
+    if text.uniform is not None:
+        samples, length = text.uniform
         rows = [x.view(samples, length, *x.shape[1:]) for x in (q, k, v)]
         return _dense(rows, bias[None], scale).reshape(q.shape)
-    bounds = batch.cu_seqlens.long()
+    bounds = text.cu_seqlens.long()
     lengths = bounds.diff()
     index = torch.arange(len(q), device=q.device)
-    document = batch.documents()
+    document = torch.searchsorted(bounds, index, right=True) - 1
+    document = document.clamp(max=max(len(lengths) - 1, 0))
     inside = index < bounds[-1]
     place = (index - bounds[document]).masked_fill(~inside, 0)
     # One row more, at the end, for the tokens of no document.
     document = document.masked_fill(~inside, len(lengths))
-    size = (len(lengths) + 1, batch.max_seqlen)
+    size = (len(lengths) + 1, text.max_seqlen)
     padded = [x.new_zeros(*size, *x.shape[1:]).index_put((document, place), x) for x in (q, k, v)]
-    keys = torch.arange(batch.max_seqlen, device=q.device)
+    keys = torch.arange(text.max_seqlen, device=q.device)
     # A row without tokens sees its first key, a zero: a softmax over nothing is no number.
     hidden = keys >= F.pad(lengths, (0, 1)).clamp(min=1).unsqueeze(1)
     shown = bias[None].masked_fill(hidden[:, None, None, :], -math.inf)

@@ -1,6 +1,6 @@
 """The public names of the package, in one place; `mcore_parallel.context` passes them on."""
 
-from mcore_parallel.context.attention import context_attention
+from mcore_parallel.context.attention import ContextAttentionOp, context_attention
 from mcore_parallel.context.gather import AllGatherAttention
 from mcore_parallel.context.heads import AllToAllAttention, HeadExchange, WideRows
 from mcore_parallel.context.kinds import (
@@ -15,6 +15,7 @@ from mcore_parallel.context.split import DocumentPadding, SequenceSplit, padded_
 __all__ = [
     "AllGatherAttention",
     "AllToAllAttention",
+    "ContextAttentionOp",
     "ContextKind",
     "DocumentPadding",
     "HeadExchange",

@@ -65,23 +65,24 @@ Blocks = Sequence[tuple[Sequence[Chunk], Sequence[Chunk]]]
 def pieces(q: range, k: range, masking: Masking) -> list[Piece]:
     """Cut what queries at positions `q` see of keys at positions `k` into operator calls.
 
-    The keys end where the queries end, or all lie before them, or all after them. In the result
-    every visible pair occurs once. Forms: "full" shows everything, "native" is the operator's own
-    masking, "later" a causal triangle, "earlier" one in reversed order.
+    The keys end where the queries end, or all lie before them, or all after them; where everything
+    is shown they may lie anywhere. In the result every visible pair occurs once. Forms: "full"
+    shows everything, "native" is the operator's own masking, "later" a causal triangle, "earlier"
+    one in reversed order.
     """
     causal, window = masking
     if not q or not k:
         return []
+    if not causal and window is None:
+        return [("full", q, k)]
     if k.stop == q.stop:
         if window is None:
-            return [("native" if causal else "full", q, k)]
+            return [("native", q, k)]
         return [("native", q, range(max(k.start, q.start - window + 1), k.stop))]
     if k.stop <= q.start:
         return [("full", q, k)] if window is None else _earlier(q, k, window)
     assert k.start >= q.stop, f"queries at {q} and keys at {k} overlap"
-    if causal:
-        return []
-    return [("full", q, k)] if window is None else _later(q, k, window)
+    return [] if causal or window is None else _later(q, k, window)
 
 
 def _earlier(q: range, k: range, window: int) -> list[Piece]:

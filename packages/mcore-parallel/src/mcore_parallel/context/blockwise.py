@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.context.blocks import Masking, Scores
-from mcore_parallel.context.local import Documents, LastPlan, local_documents
+from mcore_parallel.context.local import Documents, LastPlan, local_documents, whole_lengths
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp, TorchAttention
 
@@ -38,8 +39,15 @@ class BlockwiseAttention(ABC, Generic[P]):
         """The number of ranks that share the rows."""
 
     @abstractmethod
-    def plan(self, documents: Documents, masking: Masking, rows: int, device: torch.device) -> P:
-        """Return what `attend` needs to know of these documents."""
+    def plan(
+        self,
+        documents: Documents,
+        lengths: Sequence[int],
+        masking: Masking,
+        rows: int,
+        device: torch.device,
+    ) -> P:
+        """Return what `attend` needs to know of these documents, and of the whole ones' lengths."""
 
     @abstractmethod
     def attend(
@@ -63,8 +71,9 @@ class BlockwiseAttention(ABC, Generic[P]):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        lengths: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionOp`. All ranks call it together, backward included."""
+        """See `ContextAttentionOp`. All ranks call it together, backward included."""
         if self.size == 1:
             return self.op(
                 q,
@@ -83,12 +92,14 @@ class BlockwiseAttention(ABC, Generic[P]):
             )
         masking, bounds = Masking(causal, window), (cu_seqlens_q, cu_seqlens_k)
         rows = q.shape[0], k.shape[0]
+        ends = None if causal else lengths  # a causal mask hides what is added
 
         def make() -> P:
             masking.check()
             documents = local_documents(bounds, uniform, rows)
-            return self.plan(documents, masking, rows[0], q.device)
+            whole = whole_lengths(documents, self.size, ends)
+            return self.plan(documents, whole, masking, rows[0], q.device)
 
-        plan = self._plans.get(bounds, uniform, (masking, rows, q.device), make)
+        plan = self._plans.get(bounds, uniform, (masking, rows, q.device, ends), make)
         scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         return self.attend((q, k, v), sinks, plan, scores)

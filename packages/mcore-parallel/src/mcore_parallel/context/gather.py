@@ -40,11 +40,17 @@ class AllGatherAttention(BlockwiseAttention["_Plan"]):
         return self.group.size
 
     def plan(
-        self, documents: Documents, masking: Masking, rows: int, device: torch.device
+        self,
+        documents: Documents,
+        lengths: Sequence[int],
+        masking: Masking,
+        rows: int,
+        device: torch.device,
     ) -> _Plan:
         """See `BlockwiseAttention`."""
         group = self.group
-        views = [_views(documents, masking, rank, group.size) for rank in range(group.size)]
+        ends = list(zip(documents, lengths, strict=True))
+        views = [_views(ends, masking, rank, group.size) for rank in range(group.size)]
         total = sum(len(view.keys) for each in views for view in each)
         keys: _Keys
         if 2 * total <= rows * group.size**2:
@@ -68,24 +74,30 @@ class AllGatherAttention(BlockwiseAttention["_Plan"]):
 
 
 class _View(NamedTuple):
-    """What one chunk of queries sees: positions of keys of its document, without a gap."""
+    """What one chunk of queries sees: positions of keys of its document, without a gap.
+
+    length: of the whole document, without rows that were added.
+    """
 
     document: range
+    length: int
     queries: Chunk
     keys: range
 
 
-def _views(documents: Documents, masking: Masking, rank: int, size: int) -> list[_View]:
-    """What the queries of `rank` see, chunk by chunk."""
+def _views(
+    documents: Sequence[tuple[range, int]], masking: Masking, rank: int, size: int
+) -> list[_View]:
+    """What the queries of `rank` see, chunk by chunk, of documents and their whole lengths."""
     causal, window = masking
     found = []
-    for document in documents:
-        length = len(document) * size
-        for queries in chunks_of(document, rank, size):
+    for document, length in documents:
+        for queries in chunks_of(document, rank, size, length):
             start, stop = queries.positions.start, queries.positions.stop
             first = 0 if window is None else max(0, start - window + 1)
             beyond = length if window is None else min(length, stop + window - 1)
-            found.append(_View(document, queries, range(first, stop if causal else beyond)))
+            seen = range(first, stop if causal else beyond) if queries.positions else range(0)
+            found.append(_View(document, length, queries, seen))
     return found
 
 
@@ -128,14 +140,14 @@ def _all_meetings(views: Sequence[_View], masking: Masking, size: int) -> Blocks
     """The keys up to the end of each chunk of queries, and those after it."""
     found = []
     if not masking.causal and masking.window is None:  # the chunks of a document see the same
-        for view in views[::2]:
-            length = len(view.document)
-            mine = Chunk(range(length * (size - 1), length * size), view.document.start)
-            found.append(([mine], [Chunk(range(length * size), view.document.start * size)]))
+        for early, late in zip(views[::2], views[1::2], strict=True):
+            count = len(early.queries.positions) + len(late.queries.positions)
+            mine = Chunk(range(count), early.document.start)
+            found.append(([mine], [Chunk(range(early.length), early.document.start * size)]))
         return found
     for view in views:
         start, end = view.document.start * size, view.queries.positions.stop
-        after = Chunk(range(end, len(view.document) * size), start + end)
+        after = Chunk(range(end, view.length), start + end)
         found.append(([view.queries], [Chunk(range(end), start), after]))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -11,7 +11,16 @@ from torch import Tensor
 
 from mcore_parallel.context.blocks import Chunk
 
-__all__ = ["Documents", "LastPlan", "chunks_of", "document_order", "holders", "local_documents"]
+__all__ = [
+    "Documents",
+    "LastPlan",
+    "chunks_of",
+    "document_order",
+    "holders",
+    "local_documents",
+    "real_rows",
+    "whole_lengths",
+]
 
 P = TypeVar("P")
 
@@ -56,14 +65,56 @@ def local_documents(
     return documents
 
 
-def chunks_of(document: range, rank: int, size: int) -> tuple[Chunk, Chunk]:
-    """Return the two chunks of a document that rank `rank` of `size` holds in these rows."""
-    length = len(document) // 2
-    early, late = rank * length, (2 * size - 1 - rank) * length
+def whole_lengths(
+    documents: Documents, size: int, lengths: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the lengths of the whole documents over `size` ranks, as given or as the rows say.
+
+    lengths: without the rows that were added to share them; None: there are none.
+
+    Raises:
+        ValueError: not one for each document, or one that its rows cannot hold.
+    """
+    room = tuple(len(document) * size for document in documents)
+    if lengths is None:
+        return room
+    fits = len(lengths) == len(room)
+    if not (fits and all(0 <= a <= b for a, b in zip(lengths, room, strict=True))):
+        raise ValueError(
+            f"context parallel attention: lengths {list(lengths[:6])} of {len(lengths)} documents "
+            f"in rows for {list(room[:6])} of {len(room)}: give one for each, at most its rows"
+        )
+    return tuple(lengths)
+
+
+def chunks_of(
+    document: range, rank: int, size: int, length: int | None = None
+) -> tuple[Chunk, Chunk]:
+    """Return the two chunks of a document that rank `rank` of `size` holds in these rows.
+
+    length: of the whole document, where later rows are to be left out.
+    """
+    half = len(document) // 2
+    early, late = rank * half, (2 * size - 1 - rank) * half
+    end = len(document) * size if length is None else length
     return (
-        Chunk(range(early, early + length), document.start),
-        Chunk(range(late, late + length), document.start + length),
+        Chunk(range(early, _between(early, end, early + half)), document.start),
+        Chunk(range(late, _between(late, end, late + half)), document.start + half),
     )
+
+
+def real_rows(document: range, rank: int, size: int, length: int) -> range:
+    """Return the rows of both chunks that positions up to `length` lie in: the first ones.
+
+    A late chunk has some only where the early one is full.
+    """
+    early, late = chunks_of(document, rank, size, length)
+    count = len(early.positions) + len(late.positions)
+    return range(document.start, document.start + count)
+
+
+def _between(low: int, value: int, high: int) -> int:
+    return min(max(low, value), high)
 
 
 def holders(document: range, positions: range, size: int) -> tuple[Tensor, Tensor]:

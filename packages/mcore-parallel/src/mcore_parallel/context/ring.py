@@ -24,7 +24,7 @@ from mcore_parallel import _torch
 from mcore_parallel.collectives import Work
 from mcore_parallel.context.blocks import Blocks, Call, Chunk, Masking, Merge, Scores, make_calls
 from mcore_parallel.context.blockwise import BlockwiseAttention
-from mcore_parallel.context.local import Documents, chunks_of
+from mcore_parallel.context.local import Documents, chunks_of, real_rows
 from mcore_parallel.faults import GuardedWork, guarded
 from mcore_parallel.group import Group
 from mcore_parallel.protocols import AttentionGradOp
@@ -60,14 +60,20 @@ class RingAttention(BlockwiseAttention["_Plan"]):
         return len(self.members)
 
     def plan(
-        self, documents: Documents, masking: Masking, rows: int, device: torch.device
+        self,
+        documents: Documents,
+        lengths: Sequence[int],
+        masking: Masking,
+        rows: int,
+        device: torch.device,
     ) -> _Plan:
         """See `BlockwiseAttention`."""
         size, mine = self.size, self.members.index(self.group.rank)
 
         def calls(theirs: int) -> tuple[Call, ...]:
             blocks: Blocks = [
-                _meeting(document, mine, theirs, size, masking) for document in documents
+                _meeting(document, length, (mine, theirs, size), masking)
+                for document, length in zip(documents, lengths, strict=True)
             ]
             return make_calls(blocks, masking, num_q=rows, num_k=rows, device=device)
 
@@ -110,17 +116,25 @@ def _reach(documents: Documents, masking: Masking, size: int) -> int:
 
 
 def _meeting(
-    document: range, mine: int, theirs: int, size: int, masking: Masking
+    document: range, whole: int, ranks: tuple[int, int, int], masking: Masking
 ) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-    """The chunks of one document that rank `mine` and the keys of rank `theirs` bring together."""
-    queries = chunks_of(document, mine, size)
-    keys = chunks_of(document, theirs, size)
+    """The chunks of one document that my rank and the keys of another bring together.
+
+    whole: the length of the whole document. ranks: mine, theirs, and how many there are.
+    """
+    mine, theirs, size = ranks
+    queries = chunks_of(document, mine, size, whole)
+    keys = chunks_of(document, theirs, size, whole)
     if masking.window is not None:
         return queries, keys
     # Without a window only the order of chunks matters, and neighbours in rows are one chunk.
     length = len(document)
+    if not masking.causal:
+        counts = (len(real_rows(document, rank, size, whole)) for rank in (mine, theirs))
+        q, k = (Chunk(range(count), document.start) for count in counts)
+        return [q], [k]
     both = Chunk(range(length), document.start)
-    if mine == theirs or not masking.causal:
+    if mine == theirs:
         return [both], [both]
     if theirs < mine:  # my chunks lie after their first and before their last
         return [Chunk(range(length, 2 * length), document.start)], [

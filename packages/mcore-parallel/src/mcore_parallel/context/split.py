@@ -140,7 +140,7 @@ class DocumentPadding:
     """Documents made long enough for the ranks to share: rows are added at the end of each.
 
     lengths: of the documents; size: the number of ranks. Under a causal mask the added rows are
-    seen by no real one; without it their keys have to be masked by other means.
+    seen by no real one; without it attention has to be told the lengths (`ContextAttentionOp`).
     """
 
     lengths: tuple[int, ...]
