@@ -104,6 +104,18 @@ def to_numpy(tensor: torch.Tensor) -> Array:
     return array
 
 
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a CPU tensor into another tensor; in this thread alone where nothing is converted.
+
+    (torch's own copies are shared between as many threads as it may use, for each caller.)
+    """
+    target = target.detach()
+    if target.is_cpu and target.dtype == source.dtype:
+        np.copyto(to_numpy(target), to_numpy(source))
+    else:
+        target.copy_(source)
+
+
 def from_numpy(array: Array, dtype: str) -> torch.Tensor:
     """Return a stored numpy array as a tensor of the real dtype (shares memory)."""
     tensor = torch.from_numpy(np.asarray(array))

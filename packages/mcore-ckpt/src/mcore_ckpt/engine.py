@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from mcore_ckpt.dtypes import Array
 from mcore_ckpt.manifest import TensorInfo
@@ -14,12 +14,25 @@ from mcore_parallel.layout import Box
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkData:
-    """One chunk to be written: `data` has the full chunk shape, zeros beyond the tensor's edge."""
+    """One file to be written, a chunk or many (see `TensorInfo.files`), and its number.
+
+    `data` has the full shape of that, zeros beyond the tensor's edge.
+
+    It may have any strides: where a rank holds the whole chunk, it is a view of the rank's tensor.
+    """
 
     array: str
     info: TensorInfo
     number: int
     data: Array
+
+    @property
+    def chunks(self) -> Iterator[Array]:
+        """The contents of the chunks in it, in ascending order of their numbers."""
+        grid, start = self.info.grid, self.info.files.box(self.number).start
+        for number in self.info.inside(self.number):
+            places = zip(grid.box(number).start, start, self.info.chunk_shape, strict=True)
+            yield self.data[tuple(slice(at - b, at - b + n) for at, b, n in places)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +52,12 @@ class Region:
 class Writing(Protocol):
     """Chunks on their way to the storage. Their data must be left alone until `wait` returns."""
 
-    def wait(self) -> None:
-        """Return when all are written (not yet durable); raise OSError if one could not be."""
+    def wait(self) -> Sequence[int]:
+        """Return when all are written (not yet durable); raise OSError if one could not be.
+
+        What it returns are the checksums (CRC-32, see `checksum.checksum`) of all `chunks`, in the
+        order in which they were given: an engine has them in its hands anyway.
+        """
 
 
 class Engine(Protocol):
@@ -55,3 +72,17 @@ class Engine(Protocol):
         Raises:
             CheckpointError: a chunk is missing or unreadable; names the array and the chunk.
         """
+
+    def visit(
+        self, storage: Readable, regions: Sequence[Region], take: Callable[[int, Array], None]
+    ) -> None:
+        """Call `take` with each region's number and contents, in any order and in any threads.
+
+        The array may be read until `take` returns, and is another one's afterwards.
+
+        Raises:
+            CheckpointError: as `read`.
+            what `take` raises; other regions may have been taken by then, or not.
+        """
+        for number, array in enumerate(self.read(storage, regions)):
+            take(number, array)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.dtypes import converts, stored_type
+from mcore_ckpt.dtypes import converts, copy_into, stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.finding import find, open_for_all
 from mcore_ckpt.reading import Part, Reader, inside
 from mcore_ckpt.scanning import Scan
 from mcore_ckpt.selection import Selection, renamed
-from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.storage import LocalStorage, Readable
 from mcore_ckpt.targets import (
     LoadReport,
     Strictness,
@@ -39,6 +39,7 @@ def load(
     rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
     scan: Scan = "none",
+    storage: Readable | None = None,
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
@@ -63,7 +64,8 @@ def load(
     verify: compare every chunk that is read with its checksum.
     scan: look at the whole checkpoint before anything is filled (see `find`): "quick" at its files,
         "full" at every byte. In a directory what is damaged is passed over for the one before.
-    engine: in place of plain files.
+    storage, engine: in place of the file system (`path` is then a name within it, "" for the
+        newest), and of plain files.
 
     Raises:
         FileNotFoundError: on every rank: there is no committed checkpoint at `path`.
@@ -81,9 +83,9 @@ def load(
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
     if scan != "none":
-        found = find(path, group, scan=scan)
+        found = find(path, group, scan=scan, storage=storage)
         path = path if found is None else found.path
-    parent, name, manifest = open_for_all(path, group, what)
+    parent, name, manifest = open_for_all(path, group, what, storage)
     stored = renamed(manifest.tensors, rename)
     manifest = replace(
         manifest, tensors={new: manifest.tensors[old] for new, old in stored.items()}
@@ -94,7 +96,7 @@ def load(
     where = f"{parent}/{name}"
     enforce(report, where, strict)
     reader = Reader(
-        storage=LocalStorage(parent),
+        storage=storage or LocalStorage(parent),
         checkpoint=name,
         manifest=manifest,
         engine=engine,
@@ -134,9 +136,13 @@ class _Loading:
             Part(name=name, number=number, box=_hull([piece.box for piece in pieces[name, number]]))
             for name, number in order
         ]
-        for key, part, data in zip(order, parts, self.reader.read(parts), strict=True):
-            for piece in pieces[key]:
-                piece.view.copy_(data[inside(piece.box, part.box)])
+
+        def fill(number: int, data: torch.Tensor) -> None:
+            part = parts[number]
+            for piece in pieces[part.name, part.number]:
+                copy_into(piece.view, data[inside(piece.box, part.box)])
+
+        self.reader.visit(parts, fill)
 
     def _takes(self, fragment: Fragment, tensor: torch.Tensor) -> bool:
         """Return whether this fragment is loaded: selected, and fits what the checkpoint has."""

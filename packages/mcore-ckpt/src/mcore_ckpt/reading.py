@@ -6,15 +6,14 @@ edge. So to verify, chunks are read whole; what is asked for is cut out of them.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
+from mcore_ckpt.checksum import checksum
 from mcore_ckpt.dtypes import Array, from_numpy
 from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError
@@ -63,6 +62,24 @@ class Reader:
         for part, region, array in zip(parts, regions, arrays, strict=True):
             yield from_numpy(array, region.info.dtype)[inside(part.box, region.box)]
 
+    def visit(self, parts: Sequence[Part], take: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `take` with the number and contents of each part, in any order and in many threads.
+
+        The tensor, as `read` yields it, is another one's when `take` returns.
+
+        Raises:
+            CheckpointError: as `read`; other parts may have been taken by then.
+        """
+        regions = [self._region(part) for part in parts]
+
+        def check(number: int, array: Array) -> None:
+            part, region = parts[number], regions[number]
+            if self.verify and checksum(array) != self._expected(part):
+                raise self._damage(part)
+            take(number, from_numpy(array, region.info.dtype)[inside(part.box, region.box)])
+
+        self.engine.visit(self.storage, regions, check)
+
     def _region(self, part: Part) -> Region:
         info = self.manifest.tensors[part.name]
         array = self._array(part)
@@ -76,18 +93,21 @@ class Reader:
         waiting: deque[tuple[Part, Array, Future[int]]] = deque()
 
         def first() -> Array:
-            part, array, checksum = waiting.popleft()
-            if checksum.result() != self.manifest.tensors[part.name].crc32[part.number]:
+            part, array, found = waiting.popleft()
+            if found.result() != self._expected(part):
                 raise self._damage(part)
             return array
 
         with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
             for part, array in zip(parts, arrays, strict=True):
-                waiting.append((part, array, pool.submit(_checksum, array)))
+                waiting.append((part, array, pool.submit(checksum, array)))
                 if len(waiting) > _HASH_THREADS:
                     yield first()
             while waiting:
                 yield first()
+
+    def _expected(self, part: Part) -> int:
+        return self.manifest.tensors[part.name].crc32[part.number]
 
     def _array(self, part: Part) -> str:
         return f"{self.checkpoint}/{self.stored.get(part.name, part.name)}"
@@ -112,7 +132,3 @@ def _padded(info: TensorInfo) -> TensorInfo:
     """Return the tensor made up of all of its chunks in full: the same chunks, no edge."""
     counts = info.grid.counts
     return replace(info, shape=tuple(c * n for c, n in zip(counts, info.chunk_shape, strict=True)))
-
-
-def _checksum(array: Array) -> int:
-    return zlib.crc32(np.asarray(array, order="C").data)

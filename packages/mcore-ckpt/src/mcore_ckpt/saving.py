@@ -6,12 +6,10 @@ import contextlib
 import os
 import threading
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +18,7 @@ import torch
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.attachments import collect_files
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import ArrayDocuments
@@ -35,11 +34,10 @@ from mcore_ckpt.request import check_same, make_request
 from mcore_ckpt.storage import LocalStorage, Storage
 from mcore_ckpt.writer import Writer
 from mcore_parallel.group import Group
-from mcore_parallel.layout import LayoutTensor, transfer
+from mcore_parallel.layout import Copy, LayoutTensor, transfer
 
 T = TypeVar("T")
 DEFAULT_EXCHANGE_BYTES = 256 << 20
-_HASH_THREADS = 4
 
 
 def save(
@@ -54,6 +52,8 @@ def save(
     keep_every: int | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
+    compression: str | None = None,
+    file_bytes: int | None = None,
     storage: Storage | None = None,
     engine: Engine | None = None,
     cancel: threading.Event | None = None,
@@ -80,7 +80,13 @@ def save(
         shape and dtype.
     exchange_bytes: bound on the chunks that a rank puts together in memory at one time (two such
         portions are in memory while one is being written).
-    storage, engine: in place of the file system below `directory`, and of plain files.
+    compression: of chunks: `zstd`, `zstd:LEVEL`, `blosc` or `blosc:NAME:LEVEL` (see `Codec`); None,
+        the default, is faster to write and to read in part.
+    file_bytes: upper bound on the size of files that hold many chunks each (zarr's sharding), for
+        storages that like few large ones; chunks stay what is read. Each has one writer, in whose
+        memory it is put together. None: a file for each chunk.
+    storage, engine: in place of the file system below `directory`, and of plain files (of
+        tensorstore for what is compressed or holds many chunks).
     cancel: when another thread of any rank sets it before the commit begins, the save ends on all
         ranks with CheckpointError.
     plans: where the plan is kept for the next save that is given the same object, on all ranks.
@@ -93,9 +99,9 @@ def save(
             part of the exchange; says where and why.
     """
     if engine is None:
-        from mcore_ckpt.file_engine import FileEngine
+        from mcore_ckpt.default_engine import DefaultEngine
 
-        engine = FileEngine()
+        engine = DefaultEngine()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
     state = {} if state is None else state
@@ -109,7 +115,16 @@ def save(
             chunk_bytes=chunk_bytes,
             exchange_bytes=exchange_bytes,
             state=state,
+            compression=compression,
+            file_bytes=file_bytes,
         )
+        asked = {"compression": compression, "file_bytes": file_bytes}
+        for option, value in asked.items():
+            if value is not None and not engine.encodes:
+                raise ValueError(
+                    f"{option} is {value!r}, and {type(engine).__name__} writes chunks as they "
+                    f"are: give no engine, or TensorstoreEngine"
+                )
         description.update(describe(tensors))
         return {**request, "tensors": digest_of(description)}
 
@@ -122,6 +137,8 @@ def save(
         what,
         chunk_bytes=chunk_bytes,
         exchange_bytes=exchange_bytes,
+        codec=None if compression is None else Codec.parse(compression),
+        file_bytes=file_bytes,
     )
     saving = _Saving(
         step=step,
@@ -149,10 +166,6 @@ def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
     return {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
 
 
-def _checksums(chunks: Iterable[ChunkData]) -> list[int]:
-    return [zlib.crc32(chunk.data.data) for chunk in chunks]
-
-
 @dataclass(kw_only=True)
 class _Saving:
     """One save under way on one rank. `checksums` are of the chunks that this rank writes."""
@@ -164,7 +177,7 @@ class _Saving:
     what: str
     plan: WritePlan
     cancel: threading.Event
-    checksums: dict[Chunk, int] = field(default_factory=dict)
+    checksums: dict[Chunk, tuple[int, ...]] = field(default_factory=dict)
     documents: ArrayDocuments = field(default_factory=ArrayDocuments)
 
     def run(
@@ -191,7 +204,13 @@ class _Saving:
                 if failure:
                     raise failure
                 writer.sync()
-                return [(chunk.name, chunk.number, crc) for chunk, crc in self.checksums.items()]
+                return [
+                    (chunk.name, number, crc)
+                    for chunk, sums in self.checksums.items()
+                    for number, crc in zip(
+                        self.plan.tensors[chunk.name].inside(chunk.number), sums, strict=True
+                    )
+                ]
 
             rows = together(self.group, self.what, lambda: with_advice(settle))
 
@@ -219,33 +238,60 @@ class _Saving:
         lacks the memory to exchange cannot: then all ranks raise CheckpointError together.
         """
         failure: Exception | None = None
-        writing: Writing | None = None
+        writing: tuple[list[Chunk], Writing] | None = None
         sources = self._on_all_ranks(lambda: _on_cpu(tensors))
-        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
-            try:
-                for batch in self.plan.rounds:
-                    buffers = self._on_all_ranks(partial(self._allocate, batch))
-                    transfer(batch.copies, sources, buffers, self.group)
-                    try:
-                        if writing:
-                            writing.wait()
-                        if failure is None:
-                            chunks = self._chunks(name, writer, batch, buffers)
-                            writing = self.engine.write(self.storage, chunks)
-                            share = max(1, len(chunks) // (4 * _HASH_THREADS))
-                            shares = [chunks[i : i + share] for i in range(0, len(chunks), share)]
-                            hashed = chain.from_iterable(pool.map(_checksums, shares))
-                            sums = zip(batch.of(self.group.rank), hashed, strict=True)
-                            self.checksums.update(sums)
-                    except Exception as error:  # reported to all ranks at the end
-                        failure = failure or error
-            finally:  # also on the way out: nothing may still be written when the rest is removed
+        try:
+            for batch in self.plan.rounds:
+                whole, copies = self._held_whole(batch, sources)
+                buffers = self._on_all_ranks(partial(self._allocate, batch, whole))
+                transfer(copies, sources, buffers, self.group)
                 try:
-                    if writing:
-                        writing.wait()
-                except Exception as error:
+                    self._finish(writing)
+                    writing = None
+                    if failure is None:
+                        chunks = self._chunks(name, writer, batch, {**buffers, **whole})
+                        written = batch.of(self.group.rank)
+                        writing = (written, self.engine.write(self.storage, chunks))
+                except Exception as error:  # reported to all ranks at the end
                     failure = failure or error
+        finally:  # also on the way out: nothing may still be written when the rest is removed
+            try:
+                self._finish(writing)
+            except Exception as error:
+                failure = failure or error
         return failure
+
+    def _finish(self, writing: tuple[list[Chunk], Writing] | None) -> None:
+        """Wait for the chunks of a round and keep their checksums."""
+        if writing:
+            chunks, written = writing
+            sums = iter(written.wait())
+            for chunk in chunks:
+                count = len(self.plan.tensors[chunk.name].inside(chunk.number))
+                self.checksums[chunk] = tuple(islice(sums, count))
+
+    def _held_whole(
+        self, batch: Round, sources: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[Copy]]:
+        """Return the chunks of a round that lie whole in this rank's tensors, as views of those.
+
+        They are written from where they are. With them, the copies that the other chunks need.
+        """
+        me = self.group.ranks[self.group.rank]
+        tensors = self.plan.tensors
+        shapes = {c.key: tensors[c.name].files.chunk_shape for c in batch.of(self.group.rank)}
+        whole, copies = {}, []
+        for copy in batch.copies:
+            if copy.source.rank == copy.target.rank == me and copy.shape == shapes[copy.target.key]:
+                source = sources[copy.source.key]
+                whole[copy.target.key] = source.as_strided(
+                    copy.shape,
+                    copy.source.strides,
+                    int(source.storage_offset()) + copy.source.offset,
+                )
+            else:
+                copies.append(copy)
+        return whole, copies
 
     def _check_cancel(self) -> None:
         if self.cancel.is_set():
@@ -265,15 +311,17 @@ class _Saving:
         together(self.group, self.what, run, passing=())
         return made[0]
 
-    def _allocate(self, batch: Round) -> dict[str, torch.Tensor]:
-        """Return a buffer for each chunk of a round that this rank writes; zeros at the edges."""
+    def _allocate(self, batch: Round, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a buffer for each other chunk of a round that this rank writes; zeros at edges."""
         buffers = {}
         for chunk in batch.of(self.group.rank):
+            if chunk.key in whole:
+                continue
             info = self.plan.tensors[chunk.name]
             dtype = stored_type(info.dtype).torch
-            whole = info.grid.box(chunk.number).shape == info.chunk_shape
-            make = torch.empty if whole else torch.zeros
-            buffers[chunk.key] = make(info.chunk_shape, dtype=dtype)
+            full = info.files.box(chunk.number).shape == info.files.chunk_shape
+            make = torch.empty if full else torch.zeros
+            buffers[chunk.key] = make(info.files.chunk_shape, dtype=dtype)
         return buffers
 
     def _chunks(
@@ -286,7 +334,7 @@ class _Saving:
             writer.make_directory(chunk.name)
             if chunk.number == 0:
                 writer.put(f"{chunk.name}/{DOCUMENT}", self.documents(info))
-            writer.wrote(f"{chunk.name}/{info.grid.key(chunk.number)}")
+            writer.wrote(f"{chunk.name}/{info.files.key(chunk.number)}")
             chunks.append(
                 ChunkData(
                     array=f"{name}/{chunk.name}",

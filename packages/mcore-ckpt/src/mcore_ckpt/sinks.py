@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,15 +95,11 @@ class CheckpointSink:
         if info.grid.num_chunks:
             self._writer.put(f"{stored}/{DOCUMENT}", encode(array_document(info)))
         checksums: list[int] = []
-
-        def chunks() -> Iterator[ChunkData]:
-            for chunk in _chunks(f"{self._name}/{stored}", info, value.detach().cpu()):
-                checksums.append(zlib.crc32(chunk.data.data))
+        chunks = _chunks(f"{self._name}/{stored}", info, value.detach().cpu())
+        for batch in _batches(chunks, info):
+            for chunk in batch:
                 self._writer.wrote(f"{stored}/{info.grid.key(chunk.number)}")
-                yield chunk
-
-        for batch in _batches(chunks(), info):
-            self._engine.write(self._storage, batch).wait()
+            checksums += self._engine.write(self._storage, batch).wait()
         self._checksums[stored] = tuple(checksums)
 
     def __enter__(self) -> Self:
@@ -165,7 +160,7 @@ def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[Chunk
             whole = np.zeros(info.chunk_shape, dtype=part.dtype)
             whole[tuple(slice(0, n) for n in box.shape)] = part
             part = whole
-        yield ChunkData(array=array, info=info, number=number, data=np.ascontiguousarray(part))
+        yield ChunkData(array=array, info=info, number=number, data=part)
 
 
 def _batches(chunks: Iterable[ChunkData], info: TensorInfo) -> Iterator[list[ChunkData]]:

@@ -1,22 +1,26 @@
-"""The default engine: tensorstore's zarr3 driver. The one module that imports tensorstore."""
+"""Chunks through tensorstore's zarr3 driver. The one module that imports tensorstore."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorstore as ts
 
+from mcore_ckpt.checksum import checksum
 from mcore_ckpt.documents import array_document
 from mcore_ckpt.dtypes import Array
-from mcore_ckpt.engine import ChunkData, Region, Writing
+from mcore_ckpt.engine import ChunkData, Engine, Region, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.storage import Readable, Storage
 
+_HASH_THREADS = 4
 
-class TensorstoreEngine:
+
+class TensorstoreEngine(Engine):
     """Reads and writes through tensorstore, with its own threads.
 
     inflight_bytes: bound on the memory of chunks being read ahead. io_threads: files open at once.
@@ -43,7 +47,7 @@ class TensorstoreEngine:
                 arrays[chunk.array] = self._open(storage, chunk.array, chunk.info)
         arrays = {array: opened.result() for array, opened in arrays.items()}
         for chunk in chunks:
-            grid = chunk.info.grid
+            grid = chunk.info.files
             box = grid.box(chunk.number)
             inside = tuple(slice(0, n) for n in box.shape)
             where = storage.location(f"{chunk.array}/{grid.key(chunk.number)}")
@@ -51,7 +55,7 @@ class TensorstoreEngine:
                 chunk.data[inside], can_reference_source_data_indefinitely=True
             )
             futures.append((where, written))
-        return _Writing(futures)
+        return _Writing(futures, chunks)
 
     def read(self, storage: Readable, regions: Sequence[Region]) -> Iterator[Array]:
         """Yield the regions in turn, reading ahead (see `Engine.read`)."""
@@ -89,25 +93,29 @@ class TensorstoreEngine:
         try:
             array: Array = future.result()
         except Exception as error:  # tensorstore raises many kinds
-            grid = region.info.grid
-            number = next(grid.overlapping(region.box))
-            where = storage.location(f"{region.array}/{grid.key(number)}")
+            number = next(region.info.grid.overlapping(region.box))
+            where = storage.location(f"{region.array}/{region.info.key(number)}")
             raise CheckpointError(f"cannot read chunk {where}: {error}") from None
         return array
 
 
 class _Writing:
-    def __init__(self, futures: list[tuple[str, Any]]) -> None:
+    def __init__(self, futures: list[tuple[str, Any]], chunks: list[ChunkData]) -> None:
         self._futures = futures
+        self._chunks = chunks
 
-    def wait(self) -> None:
-        """Return when every chunk is written."""
+    def wait(self) -> list[int]:
+        """Return the checksums when every chunk is written."""
         failed: OSError | None = None
-        for where, future in self._futures:  # wait for all of them: their memory is in use
-            try:
-                future.result()
-            except Exception as error:  # tensorstore raises many kinds
-                failed = failed or OSError(f"cannot write chunk {where}: {error}")
+        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
+            hashed = pool.map(checksum, [data for chunk in self._chunks for data in chunk.chunks])  # meanwhile
+            for where, future in self._futures:  # wait for all of them: their memory is in use
+                try:
+                    future.result()
+                except Exception as error:  # tensorstore raises many kinds
+                    failed = failed or OSError(f"cannot write chunk {where}: {error}")
         self._futures = []
+        self._chunks = []
         if failed:
             raise failed
+        return list(hashed)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcore_ckpt.checksum import crc32
 from mcore_ckpt.dtypes import from_numpy, stored_type, to_numpy
 from mcore_ckpt.errors import CheckpointError
 from mcore_parallel.layout import LayoutTensor
@@ -83,7 +83,7 @@ class Share:
         found = {}
         for key, entry in self.tensors.items():
             data = mapped[entry["offset"] : entry["offset"] + entry["bytes"]]
-            if zlib.crc32(data.data) != entry["crc32"]:
+            if crc32(data.data) != entry["crc32"]:
                 raise CheckpointError(f"{self.path}: {key} is damaged: its checksum is another")
             kind = stored_type(entry["dtype"])
             array = data.view(np.dtype(kind.zarr)).reshape(entry["shape"])
@@ -110,11 +110,11 @@ def write_share(
             **description[key],
             "offset": offset,
             "bytes": len(data),
-            "crc32": zlib.crc32(data),
+            "crc32": crc32(data),
         }
         offset += -(-len(data) // _ALIGN) * _ALIGN
     header = json.dumps({"state": state, "tensors": entries}).encode()
-    start = MAGIC + f"{len(header):012d} {zlib.crc32(header):08x}\n".encode() + header
+    start = MAGIC + f"{len(header):012d} {crc32(header):08x}\n".encode() + header
     start += b" " * (-len(start) % _ALIGN)
 
     path, part = folder / str(name), folder / f"{name}.{os.getpid()}{PART}"
@@ -152,7 +152,7 @@ def read_share(path: Path) -> Share:
         try:
             length, crc = file.readline(64).split()
             header = file.read(int(length))
-            if zlib.crc32(header) != int(crc, 16):
+            if crc32(header) != int(crc, 16):
                 raise ValueError("its checksum is another")
             document = json.loads(header)
             start = -(-file.tell() // _ALIGN) * _ALIGN
