@@ -41,6 +41,11 @@ def quantize(make: Make) -> Iterator[Case]:
     yield case("no rows", make(0, 9), _PIECE)
     yield case("NaN in one piece", broken, _PIECE)
     yield case("NaN", broken, _TILE)
+    yield case("NaN in a tensor", -broken, _TENSOR)
+    yield case("infinity in a tensor", make(3, 4) / 0.0, _TENSOR)
+    yield case("tensor of many numbers", make(90, 100), _TENSOR, power_of_two=True)
+    yield case("tensor, turned", make(9, 4).t(), _TENSOR)
+    yield case("tensor, slice of rows", slice_of_rows(make(4, 9)), _TENSOR)
 
 
 def compare_quantize(op: Any, arguments: dict[str, Any], wide: dict[str, Any], label: str) -> None:

@@ -225,7 +225,10 @@ class Fp8Linear:
             return options
         if like is not None:
             return {"scale": like[1]}
+        reduce = self.amax_reduce if role in self.reduced else None
         delayed, amax = self.delayed.get(role), None
+        if delayed is None and reduce is None:
+            return options  # the operator finds the scale in fewer steps
         records = delayed is not None and (learn or role == "weight")
         if records or not self._has_history:
             amax = block_amax(x, (0, 0)).view(1)
@@ -236,9 +239,9 @@ class Fp8Linear:
             before = delayed.before(latest=recipe.latest)
             # A layer that nothing went through before has no history of its own.
             amax = before if amax is None else torch.where(before == 0, amax, before)
-        elif self.amax_reduce is not None and role in self.reduced:
+        elif reduce is not None:
             assert amax is not None
-            amax = self.amax_reduce(amax)
+            amax = reduce(amax)
         assert amax is not None
         return {"scale": scale_of(amax, fmt, **options).view(1, 1)}
 

@@ -1,7 +1,8 @@
 """Quantisation with its transpose in Triton. Imported only when it is chosen.
 
 A program takes a tile of 128 × 128, from which it writes the numbers both ways. Scales of a whole
-tensor or of whole rows are found before; those of pieces and tiles are found in it.
+tensor or of whole rows are found before, that of a tensor in one pass over its memory; those of
+pieces and tiles are found in it.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
@@ -40,6 +41,24 @@ def _amax(x, axis: tl.constexpr):
     # A maximum may pass over NaN, so NaN is looked for by itself.
     size = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis)
     return tl.where(tl.max((x != x).to(tl.int32), axis=axis) > 0, float("nan"), size)
+
+
+@triton.jit
+def _largest_kernel(x_ptr, bits_ptr, size, BLOCK: tl.constexpr):
+    found = tl.zeros((BLOCK,), dtype=tl.int32)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        # Without its sign a number is as large as its bits are, and NaN larger than all.
+        found = tl.maximum(found, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(bits_ptr, tl.max(found, axis=0))
+
+
+@triton.jit
+def _scale_kernel(bits_ptr, s_ptr, maximum, room, POWER: tl.constexpr):
+    amax = tl.load(bits_ptr).to(tl.float32, bitcast=True)
+    tl.store(s_ptr, _scale(amax, maximum, room, POWER))
 
 
 @triton.jit
@@ -167,6 +186,19 @@ def _served(x: Tensor, block: Block, scale: Tensor | None) -> bool:
     return block in ((0, 0), (1, 0), (1, 128), (128, 128))
 
 
+def _tensor_scale(x: Tensor, fmt: Format, margin: int, power_of_two: bool) -> Tensor:
+    """`scale_of` the largest value of x, which fills its memory, in two launches."""
+    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+    scale = torch.empty(1, 1, dtype=torch.float32, device=x.device)
+    size, block = x.numel(), 8192
+    with on_device(x):
+        _largest_kernel[(min(triton.cdiv(size, block), 1024),)](
+            x, bits, size, BLOCK=block, num_warps=8
+        )
+        _scale_kernel[(1,)](bits, scale, fmt.maximum, 2.0**margin, POWER=power_of_two, num_warps=1)
+    return scale
+
+
 def _quantize(
     x: Tensor,
     fmt: Format,
@@ -186,6 +218,8 @@ def _quantize(
     if mode == _GIVEN:
 
         def found(matrix: Tensor) -> Tensor:
+            if block == (0, 0) and (matrix.is_contiguous() or matrix.t().is_contiguous()):
+                return _tensor_scale(matrix, fmt, margin, power_of_two)
             amax = block_amax(matrix, block)
             return scale_of(amax, fmt, margin=margin, power_of_two=power_of_two)
 
