@@ -72,17 +72,3 @@ class Engine(Protocol):
         Raises:
             CheckpointError: a chunk is missing or unreadable; names the array and the chunk.
         """
-
-    def visit(
-        self, storage: Readable, regions: Sequence[Region], take: Callable[[int, Array], None]
-    ) -> None:
-        """Call `take` with each region's number and contents, in any order and in any threads.
-
-        The array may be read until `take` returns, and is another one's afterwards.
-
-        Raises:
-            CheckpointError: as `read`.
-            what `take` raises; other regions may have been taken by then, or not.
-        """
-        for number, array in enumerate(self.read(storage, regions)):
-            take(number, array)

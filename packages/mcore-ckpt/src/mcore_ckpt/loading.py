@@ -39,7 +39,6 @@ def load(
     rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
     scan: Scan = "none",
-    storage: Readable | None = None,
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.

@@ -114,7 +114,7 @@ class Reader:
 
     def _damage(self, part: Part) -> CheckpointError:
         grid = self.manifest.tensors[part.name].grid
-        path = f"{self._array(part)}/{grid.key(part.number)}"
+        path = f"{self._array(part)}/{self.manifest.tensors[part.name].key(part.number)}"
         return CheckpointError(
             f"tensor {part.name} chunk {list(grid.coordinates(part.number))}: "
             f"{self.storage.location(path)} is damaged: its checksum is not the manifest's"

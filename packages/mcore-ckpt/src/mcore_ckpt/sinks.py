@@ -18,9 +18,10 @@ from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import array_document, encode
 from mcore_ckpt.dtypes import stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine
-from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES, chunk_shape
+from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import TensorInfo, check_json
 from mcore_ckpt.names import DOCUMENT, check_path, check_tensor_names
+from mcore_ckpt.planning import tensor_info
 from mcore_ckpt.sources import MODEL, check_announced
 from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.writer import Writer
@@ -94,13 +95,15 @@ class CheckpointSink:
         self._writer.make_directory(stored)
         if info.grid.num_chunks:
             self._writer.put(f"{stored}/{DOCUMENT}", encode(array_document(info)))
-        checksums: list[int] = []
+        checksums: dict[int, int] = {}
         chunks = _chunks(f"{self._name}/{stored}", info, value.detach().cpu())
         for batch in _batches(chunks, info):
             for chunk in batch:
-                self._writer.wrote(f"{stored}/{info.grid.key(chunk.number)}")
-            checksums += self._engine.write(self._storage, batch).wait()
-        self._checksums[stored] = tuple(checksums)
+                self._writer.wrote(f"{stored}/{info.files.key(chunk.number)}")
+            numbers = [number for chunk in batch for number in info.inside(chunk.number)]
+            written = self._engine.write(self._storage, batch).wait()
+            checksums.update(zip(numbers, written, strict=True))
+        self._checksums[stored] = tuple(checksums[number] for number in sorted(checksums))
 
     def __enter__(self) -> Self:
         self._name = begin(self._storage, self._step)
@@ -151,13 +154,13 @@ def _info(name: str, meta: TensorMeta, chunk_bytes: int) -> TensorInfo:
 
 
 def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[ChunkData]:
-    """Yield a tensor's chunks: those at the edge in full, filled up with zeros."""
-    elements = to_numpy(value.contiguous())
-    for number in range(info.grid.num_chunks):
-        box = info.grid.box(number)
+    """Yield a tensor's files: those at the edge in full, filled up with zeros."""
+    elements, files = to_numpy(value.contiguous()), info.files
+    for number in range(files.num_chunks):
+        box = files.box(number)
         part = elements[box.slices]
-        if box.shape != info.chunk_shape:
-            whole = np.zeros(info.chunk_shape, dtype=part.dtype)
+        if box.shape != files.chunk_shape:
+            whole = np.zeros(files.chunk_shape, dtype=part.dtype)
             whole[tuple(slice(0, n) for n in box.shape)] = part
             part = whole
         yield ChunkData(array=array, info=info, number=number, data=part)
@@ -165,7 +168,7 @@ def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[Chunk
 
 def _batches(chunks: Iterable[ChunkData], info: TensorInfo) -> Iterator[list[ChunkData]]:
     """Take some chunks at a time: they are copies, and the whole tensor is in memory already."""
-    size = max(1, (64 << 20) // max(info.chunk_bytes, 1))
+    size = max(1, (64 << 20) // max(info.file_bytes, 1))
     batch: list[ChunkData] = []
     for chunk in chunks:
         batch.append(chunk)

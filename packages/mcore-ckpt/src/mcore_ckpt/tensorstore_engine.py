@@ -108,7 +108,9 @@ class _Writing:
         """Return the checksums when every chunk is written."""
         failed: OSError | None = None
         with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
-            hashed = pool.map(checksum, [data for chunk in self._chunks for data in chunk.chunks])  # meanwhile
+            hashed = pool.map(
+                checksum, [data for chunk in self._chunks for data in chunk.chunks]
+            )  # meanwhile
             for where, future in self._futures:  # wait for all of them: their memory is in use
                 try:
                     future.result()
