@@ -14,9 +14,15 @@ from mcore_ckpt import CheckpointError, ChunkData, LocalStorage, Region, TensorI
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.file_engine import FileEngine
 from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+from mcore_ckpt.zarr_engine import ZarrEngine
 from mcore_parallel.layout import Box, LayoutTensor, TensorLayout
 
-ENGINES = [FileEngine(inflight_bytes=100), TensorstoreEngine(inflight_bytes=100)]
+ENGINES = [
+    FileEngine(inflight_bytes=100),
+    TensorstoreEngine(inflight_bytes=100),
+    ZarrEngine(inflight_bytes=100),
+]
+IDS = ["files", "tensorstore", "zarr"]
 INFOS = {
     "matrix": TensorInfo(dtype="float32", shape=(5, 7), chunk_shape=(2, 3)),
     "bits": TensorInfo(dtype="bfloat16", shape=(9,), chunk_shape=(4,)),
@@ -53,8 +59,8 @@ def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path)
 
 
-@pytest.mark.parametrize("reader", ENGINES, ids=["files", "tensorstore"])
-@pytest.mark.parametrize("writer", ENGINES, ids=["files", "tensorstore"])
+@pytest.mark.parametrize("reader", ENGINES, ids=IDS)
+@pytest.mark.parametrize("writer", ENGINES, ids=IDS)
 def test_each_reads_what_each_writes(storage: LocalStorage, writer: Engine, reader: Engine) -> None:
     every = [chunk for name in INFOS for chunk in chunks(name)]
     writer.write(storage, every).wait()
@@ -74,7 +80,7 @@ def test_each_reads_what_each_writes(storage: LocalStorage, writer: Engine, read
         assert found.shape == value.shape
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=["files", "tensorstore"])
+@pytest.mark.parametrize("engine", ENGINES, ids=IDS)
 def test_damage_is_named(storage: LocalStorage, engine: Engine) -> None:
     engine.write(storage, chunks("matrix")).wait()
     info = INFOS["matrix"]
@@ -86,7 +92,7 @@ def test_damage_is_named(storage: LocalStorage, engine: Engine) -> None:
             list(engine.read(storage, [region]))
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=["files", "tensorstore"])
+@pytest.mark.parametrize("engine", ENGINES, ids=IDS)
 def test_a_disk_that_refuses(storage: LocalStorage, engine: Engine) -> None:
     (Path(storage.location("matrix")) / "c.0.1").mkdir()
     with pytest.raises(OSError, match=r"cannot write chunk .*matrix/c\.0\.1"):

@@ -21,7 +21,7 @@ from mcore_train.parity import comparable
 from mcore_train.pretrain import check_run, default_callbacks, pretrain
 from mcore_train.session import build_session
 from mcore_train.sources import open_datasets
-from mcore_train.state import check_same_model
+from mcore_train.state import WhatToLoad, check_same_model
 from mcore_train.step import StepMetrics
 from mcore_train.trainer import Trainer
 
@@ -65,10 +65,10 @@ def test_fields_that_a_checkpoint_does_not_know_are_at_their_defaults() -> None:
     tree = config_to_tree(toy())
     del tree["model"]["attention"], tree["model"]["norm_place"]
     found = mock.Mock(state={"config": tree}, path="old")
-    check_same_model(toy(), found, weights_only=False)
+    check_same_model(toy(), found, WhatToLoad())
     changed = toy(model={"norm_place": "both"})
     with pytest.raises(ValueError, match="norm_place=both, but old was trained with pre"):
-        check_same_model(changed, found, weights_only=False)
+        check_same_model(changed, found, WhatToLoad())
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "log"])

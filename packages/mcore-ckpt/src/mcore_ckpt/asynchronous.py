@@ -140,6 +140,8 @@ class AsyncSaver:
         keep_every: int | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
+        compression: str | None = None,
+        file_bytes: int | None = None,
         storage: Storage | None = None,
         engine: Engine | None = None,
     ) -> PendingSave:
@@ -167,6 +169,8 @@ class AsyncSaver:
                 keep_every=keep_every,
                 chunk_bytes=chunk_bytes,
                 exchange_bytes=exchange_bytes,
+                compression=compression,
+                file_bytes=file_bytes,
                 storage=storage,
                 engine=engine,
                 cancel=pending.cancel,

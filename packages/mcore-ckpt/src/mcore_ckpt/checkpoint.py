@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.commit import read_manifest, resolve
+from mcore_ckpt.commit import read_manifest, resolve, resolve_in
 from mcore_ckpt.dtypes import stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
 from mcore_ckpt.names import FILES
 from mcore_ckpt.reading import Part, Reader, inside
+from mcore_ckpt.storage import Readable
 from mcore_parallel.layout import Box
 
 
@@ -26,14 +27,22 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     compared with its checksum. `info(name)` tells dtype and shape without reading.
     """
 
-    def __init__(self, path: str | os.PathLike[str], engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        engine: Engine | None = None,
+        storage: Readable | None = None,
+    ) -> None:
         """Open `path`, as `mcore_ckpt.open` does."""
-        self._storage, self._name = resolve(path)
+        self._storage: Readable
+        self._storage, self._name = (
+            resolve(path) if storage is None else resolve_in(storage, os.fspath(path))
+        )
         self._manifest = read_manifest(self._storage, self._name)
         if engine is None:
-            from mcore_ckpt.file_engine import FileEngine
+            from mcore_ckpt.default_engine import DefaultEngine
 
-            engine = FileEngine()
+            engine = DefaultEngine()
         self._engine = engine
 
     @property
@@ -100,9 +109,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             CheckpointError: it is missing or damaged.
         """
         expected = self._manifest.files[name]
-        where = self.path / FILES / name
+        path = f"{self._name}/{FILES}/{name}"
+        where = self._storage.location(path)
         try:
-            data = where.read_bytes()
+            data = self._storage.get(path)
         except FileNotFoundError:
             raise CheckpointError(f"{where} is missing") from None
         if sha256(data) != expected.sha256:
@@ -125,16 +135,17 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return f"Checkpoint({str(self.path)!r}: step {self.step}, {len(self)} tensors)"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, storage: Readable | None = None) -> Checkpoint:
     """Return the tensors of a checkpoint as a mapping, read lazily.
 
-    `path` is a checkpoint, or the directory of several: then the newest committed one.
+    `path` is a checkpoint, or the directory of several: then the newest committed one. With
+    `storage`, which takes the place of the file system, it is a name in that, "" for the newest.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
         CheckpointError: its manifest is damaged, or of a newer format.
     """
-    return Checkpoint(path)
+    return Checkpoint(path, storage=storage)
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:

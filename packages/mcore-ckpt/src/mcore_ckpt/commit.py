@@ -20,8 +20,9 @@ from enum import Enum
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.manifest import FORMAT, VERSION, Manifest, sha256
+from mcore_ckpt.manifest import FORMAT, Manifest, sha256
 from mcore_ckpt.names import MANIFEST, MARKER, UNCOMMITTED
+from mcore_ckpt.object_storage import ObjectStorage
 from mcore_ckpt.storage import LocalStorage, Readable, Storage
 
 _NAME = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
@@ -60,12 +61,13 @@ class Marker:
 
     manifest_bytes: int
     manifest_sha256: str
+    version: int = 1
 
     def encode(self) -> bytes:
         """Return the bytes of the file."""
         document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "manifest_bytes": self.manifest_bytes,
             "manifest_sha256": self.manifest_sha256,
         }
@@ -81,6 +83,7 @@ class Marker:
             return Marker(
                 manifest_bytes=int(document["manifest_bytes"]),
                 manifest_sha256=str(document["manifest_sha256"]),
+                version=int(document["version"]),
             )
         except (ValueError, KeyError, TypeError):
             return None
@@ -140,20 +143,26 @@ def newest(storage: Readable, without: Sequence[str] = ()) -> StepDirectory | No
     return None
 
 
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the committed checkpoints of a directory, oldest first, one for each step."""
-    committed = [d for d in scan(LocalStorage(directory)) if d.status is Status.COMMITTED]
+def list_checkpoints(
+    directory: str | os.PathLike[str], *, storage: Readable | None = None
+) -> list[Path]:
+    """Return the committed checkpoints of a directory, oldest first, one for each step.
+
+    storage: in place of the file system below `directory`.
+    """
+    found = scan(storage or LocalStorage(directory))
+    committed = [d for d in found if d.status is Status.COMMITTED]
     by_step = {d.step: Path(directory) / d.name for d in committed}
     return list(by_step.values())
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest(directory: str | os.PathLike[str], *, storage: Readable | None = None) -> Path | None:
     """Return the newest committed checkpoint of a directory, None when there is none.
 
     What a crash left half-written is never returned. A checkpoint whose marker was damaged later
-    is passed over with a RuntimeWarning.
+    is passed over with a RuntimeWarning. storage: in place of the file system below `directory`.
     """
-    found = newest(LocalStorage(directory))
+    found = newest(storage or LocalStorage(directory))
     return Path(directory) / found.name if found else None
 
 
@@ -190,6 +199,22 @@ def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
     return found
 
 
+def resolve_in(storage: Readable, path: str) -> tuple[Readable, str]:
+    """As `resolve`, in a storage: `path` is the name of a checkpoint in it, or "" for the newest.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+    """
+    path = "" if path == "." else path
+    entries = storage.entries(path) if path else {}
+    found = None if path else newest(storage)
+    name = path if MARKER in entries else found.name if found else None
+    if name is None:
+        where = storage.location(path)
+        raise FileNotFoundError(f"no committed checkpoint at {where} or directly below it")
+    return storage, name
+
+
 def read_manifest_bytes(storage: Readable, name: str) -> bytes:
     """Return a committed checkpoint's manifest file, checked against the marker.
 
@@ -197,11 +222,14 @@ def read_manifest_bytes(storage: Readable, name: str) -> bytes:
         CheckpointError: marker or manifest is missing or damaged.
     """
     where = storage.location(name)
-    try:
-        marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
-        data = storage.get(f"{name}/{MANIFEST}")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where}: {Path(error.filename).name} is missing") from None
+
+    def get(file: str) -> bytes:
+        try:
+            return storage.get(f"{name}/{file}")
+        except FileNotFoundError:
+            raise CheckpointError(f"{where}: {file} is missing") from None
+
+    marker, data = Marker.decode(get(MARKER)), get(MANIFEST)
     if marker is None:
         raise CheckpointError(f"{where}/{MARKER} is damaged")
     if (len(data), sha256(data)) != (marker.manifest_bytes, marker.manifest_sha256):
@@ -252,11 +280,11 @@ def begin(storage: Storage, step: int) -> str:
     return name
 
 
-def commit(storage: Storage, name: str, manifest: bytes) -> None:
+def commit(storage: Storage, name: str, manifest: bytes, *, version: int = 1) -> None:
     """Write the manifest and the marker. Everything else in the directory is durable already."""
     storage.put(f"{name}/{MANIFEST}", manifest)
     storage.sync([f"{name}/{MANIFEST}", name])
-    marker = Marker(manifest_bytes=len(manifest), manifest_sha256=sha256(manifest))
+    marker = Marker(manifest_bytes=len(manifest), manifest_sha256=sha256(manifest), version=version)
     storage.put(f"{name}/{UNCOMMITTED}", marker.encode())
     storage.sync([f"{name}/{UNCOMMITTED}"])
     storage.rename(f"{name}/{UNCOMMITTED}", f"{name}/{MARKER}")
@@ -303,6 +331,12 @@ def remove_checkpoint(storage: Storage, name: str) -> None:
     if MARKER in storage.entries(name):
         storage.rename(f"{name}/{MARKER}", f"{name}/{UNCOMMITTED}")
         storage.sync([name])
+    if isinstance(storage, ObjectStorage):  # it cannot rename a directory: the mark goes last
+        for entry, is_directory in storage.entries(name).items():
+            if entry != UNCOMMITTED:
+                _remove_tree(storage, f"{name}/{entry}", is_directory)
+        _remove_tree(storage, name, is_directory=True)
+        return
     # The new name says by itself that what is left of the directory may be removed; so the order
     # in which the removals below become durable does not matter, and none waits for the disk.
     storage.rename(name, name + _REMOVED)
@@ -328,6 +362,9 @@ def _remove_tree(storage: Storage, path: str, is_directory: bool) -> None:
     if is_directory:
         for entry, below in storage.entries(path).items():
             _remove_tree(storage, f"{path}/{entry}", below)
+        if isinstance(storage, ObjectStorage):
+            storage.remove_directory(path)
+            return
     storage.remove(path)
 
 

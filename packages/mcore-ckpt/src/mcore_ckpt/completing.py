@@ -47,4 +47,4 @@ def complete(
         state=state,
         producer=producer(),
     )
-    commit(storage, name, manifest.encode())
+    commit(storage, name, manifest.encode(), version=manifest.version)

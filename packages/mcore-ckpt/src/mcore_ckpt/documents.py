@@ -12,8 +12,20 @@ from mcore_ckpt.names import DOCUMENT, groups_of
 
 
 def array_document(info: TensorInfo) -> dict[str, Any]:
-    """Return the zarr v3 array metadata of a tensor: uncompressed little-endian chunks."""
+    """Return the zarr v3 array metadata of a tensor: little-endian chunks, and its codec."""
     stored = stored_type(info.dtype)
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if info.codec is not None:
+        codecs.append(info.codec.document(stored.itemsize))
+    if info.file_shape is not None:
+        index = {"name": "bytes", "configuration": {"endian": "little"}}
+        inner = {
+            "chunk_shape": list(info.chunk_shape),
+            "codecs": codecs,
+            "index_codecs": [index, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -21,11 +33,11 @@ def array_document(info: TensorInfo) -> dict[str, Any]:
         "data_type": stored.zarr,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(info.chunk_shape)},
+            "configuration": {"chunk_shape": list(info.files.chunk_shape)},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": stored.fill_value,
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "codecs": codecs,
         "attributes": {"dtype": info.dtype},
     }
 
@@ -36,17 +48,17 @@ def group_document() -> dict[str, Any]:
 
 
 class ArrayDocuments:
-    """The files of arrays, put together once for all tensors of one dtype, shape and chunk shape.
+    """The files of arrays, put together once for all tensors of one dtype, shape and chunks.
 
     A checkpoint of thousands of tensors has few kinds of them, and indented JSON is slow to make.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
+        self._made: dict[tuple[Any, ...], bytes] = {}
 
     def __call__(self, info: TensorInfo) -> bytes:
         """Return the bytes of an array's document."""
-        kind = (info.dtype, info.shape, info.chunk_shape)
+        kind = (info.dtype, info.shape, info.chunk_shape, info.codec, info.file_shape)
         if kind not in self._made:
             self._made[kind] = encode(array_document(info))
         return self._made[kind]

@@ -61,7 +61,13 @@ class Writing(Protocol):
 
 
 class Engine(Protocol):
-    """Writes and reads chunks. `array` is the path of an array within the storage."""
+    """Writes and reads chunks. `array` is the path of an array within the storage.
+
+    Engines inherit from it: what is written here in terms of the rest they may do better. One that
+    moves chunks as they are, and none that are compressed, says so by `encodes`.
+    """
+
+    encodes: ClassVar[bool] = True
 
     def write(self, storage: Storage, chunks: Iterable[ChunkData]) -> Writing:
         """Start writing chunks, each by nobody else, into arrays whose directories exist."""
@@ -72,3 +78,17 @@ class Engine(Protocol):
         Raises:
             CheckpointError: a chunk is missing or unreadable; names the array and the chunk.
         """
+
+    def visit(
+        self, storage: Readable, regions: Sequence[Region], take: Callable[[int, Array], None]
+    ) -> None:
+        """Call `take` with each region's number and contents, in any order and in any threads.
+
+        The array may be read until `take` returns, and is another one's afterwards.
+
+        Raises:
+            CheckpointError: as `read`.
+            what `take` raises; other regions may have been taken by then, or not.
+        """
+        for number, array in enumerate(self.read(storage, regions)):
+            take(number, array)

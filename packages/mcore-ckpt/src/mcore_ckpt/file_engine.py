@@ -34,7 +34,9 @@ class FileEngine(Engine):
     inflight_bytes: bound on the memory of chunks being read ahead. io_threads: files open at once.
     """
 
-    def __init__(self, *, inflight_bytes: int = 256 << 20, io_threads: int = 16) -> None:
+    encodes = False
+
+    def __init__(self, *, inflight_bytes: int = 256 << 20, io_threads: int = 8) -> None:
         self.inflight_bytes = inflight_bytes
         self.io_threads = io_threads
 
@@ -62,6 +64,44 @@ class FileEngine(Engine):
             while waiting:
                 yield waiting.popleft()[1].result()
 
+    def visit(
+        self, storage: Readable, regions: Sequence[Region], take: Callable[[int, Array], None]
+    ) -> None:
+        """Call `take` in the threads that read (see `Engine.visit`): one region for each."""
+        scratch = _Scratch()
+
+        def run(batch: Sequence[int]) -> None:
+            for number in batch:
+                take(number, _read(storage, regions[number], scratch))
+
+        share = sum(region.info.chunk_bytes for region in regions) // (4 * self.io_threads)
+        batches = _batches(
+            range(len(regions)),
+            lambda number: regions[number].info.chunk_bytes,
+            min(share, _BATCH_BYTES),
+        )
+        with ThreadPoolExecutor(self.io_threads, thread_name_prefix="mcore-ckpt-read") as pool:
+            futures = [pool.submit(run, batch) for batch in batches]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for one piece: fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def of(self, num_bytes: int) -> Array:
+        """Return so many bytes; they are overwritten by the next call in this thread."""
+        if self._bytes.nbytes < num_bytes:
+            self._bytes = np.empty(num_bytes, np.uint8)
+        return self._bytes[:num_bytes]
+
 
 class _Writing:
     """Chunks on their way into files."""
@@ -82,11 +122,45 @@ class _Writing:
         """Return the checksums when every chunk is written."""
         self._pool.shutdown()  # all of them, also after an error: their memory is in use
         futures, self._futures = self._futures, []
-        for future in futures:
-            future.result()
+        return [checksum for future in futures for checksum in future.result()]
+
+    def _write(self, files: list[tuple[str, Array]]) -> list[int]:
+        checksums = []
+        for location, data in files:
+            pieces = _Pieces(data, self._scratch)
+            try:
+                write_file(location, pieces)
+            except OSError as error:
+                text = f"cannot write chunk {location}: {error.strerror}"
+                raise OSError(error.errno, text) from None
+            checksums.append(pieces.checksum)
+        return checksums
 
 
-def _read(storage: Readable, region: Region) -> Array:
+class _Pieces:
+    """The bytes of an array of any strides, piece by piece, and the checksum of those taken."""
+
+    def __init__(self, data: Array, scratch: _Scratch) -> None:
+        self.checksum = 0
+        self._data = np.atleast_1d(data.squeeze())
+        self._scratch = scratch
+
+    def __iter__(self) -> Iterator[memoryview]:
+        data = self._data
+        row_bytes = data.nbytes // max(1, len(data))
+        rows = max(1, _BLOCK // max(1, row_bytes))
+        for start in range(0, len(data), rows):
+            piece = data[start : start + rows]
+            if not piece.flags.c_contiguous:
+                whole = self._scratch.of(piece.nbytes).view(piece.dtype).reshape(piece.shape)
+                np.copyto(whole, piece)
+                piece = whole
+            block = piece.reshape(-1).view(np.uint8).data
+            self.checksum = crc32(block, self.checksum)
+            yield block
+
+
+def _read(storage: Readable, region: Region, scratch: _Scratch) -> Array:
     grid, info = region.info.grid, region.info
     number = next(grid.overlapping(region.box))
     chunk = grid.box(number)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.commit import find_below, read_manifest_bytes, resolve
+from mcore_ckpt.commit import find_below, newest, read_manifest_bytes, resolve, resolve_in
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest
-from mcore_ckpt.names import MANIFEST
+from mcore_ckpt.names import MANIFEST, MARKER
 from mcore_ckpt.scanning import Scan, check_scan, scan_part
-from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.storage import LocalStorage, Readable
 from mcore_parallel.collectives import broadcast_object
 from mcore_parallel.group import Group
 
@@ -40,6 +40,7 @@ def find(
     group: Group | None = None,
     *,
     scan: Scan = "none",
+    storage: Readable | None = None,
 ) -> Found | None:
     """Return a checkpoint, or the newest committed one of a directory, the same on every rank.
 
@@ -54,6 +55,7 @@ def find(
         checksums. The ranks share the work, at the path of rank 0. In a directory, a damaged
         checkpoint is passed over with a RuntimeWarning on rank 0, for the one before. With "none"
         no rank but 0 touches a file.
+    storage: in place of the file system; paths, given and found, are then within it, "" its root.
 
     Raises:
         FileNotFoundError: on every rank: the path is itself a checkpoint that was never committed.
@@ -67,12 +69,12 @@ def find(
     passed_over: list[str] = []
     while True:
         answer = on_first_rank(
-            group, what, lambda: _look(directory_or_checkpoint, passed_over, scan)
+            group, what, lambda: _look(directory_or_checkpoint, passed_over, scan, storage)
         )
         if answer is None:
             return None
         found, is_itself, data = answer
-        problem = _first_problem(found, data, scan, group, what)
+        problem = _first_problem(found, data, scan, group, what, given=storage)
         if problem is None:
             return found
         if is_itself:
@@ -85,10 +87,15 @@ def find(
 
 
 def _look(
-    directory_or_checkpoint: str | os.PathLike[str], passed_over: list[str], scan: Scan
+    directory_or_checkpoint: str | os.PathLike[str],
+    passed_over: list[str],
+    scan: Scan,
+    given: Readable | None,
 ) -> tuple[Found, bool, bytes] | None:
     """Return the checkpoint at the path or the newest below it, which of both, and its manifest."""
     path = Path(directory_or_checkpoint)
+    if given is not None:
+        return _look_in(given, os.fspath(directory_or_checkpoint), passed_over, scan)
     if path.is_file():
         raise ValueError(f"{path} is a file; a checkpoint is a directory (nearest: {path.parent})")
     while True:
@@ -112,11 +119,38 @@ def _look(
     return answer, where == path.absolute(), b"" if scan == "none" else data
 
 
-def _first_problem(found: Found, data: bytes, scan: Scan, group: Group, what: str) -> str | None:
+def _look_in(
+    storage: Readable, path: str, passed_over: list[str], scan: Scan
+) -> tuple[Found, bool, bytes] | None:
+    """As `_look`, in a storage."""
+    while True:
+        below = None if path else newest(storage, passed_over)
+        name = path or (below.name if below else "")
+        if not name or MARKER not in storage.entries(name):
+            if passed_over:
+                raise CheckpointError("every checkpoint there is damaged")
+            return None
+        try:
+            data = read_manifest_bytes(storage, name)
+            break
+        except CheckpointError as error:
+            if scan == "none" or path:
+                raise
+            passed_over.append(name)
+            warnings.warn(f"passing over {error}", RuntimeWarning, stacklevel=2)
+    manifest = Manifest.decode(data, storage.location(f"{name}/{MANIFEST}"))
+    answer = Found(path=Path(name), step=manifest.step, state=dict(manifest.state))
+    return answer, bool(path), b"" if scan == "none" else data
+
+
+def _first_problem(
+    found: Found, data: bytes, scan: Scan, group: Group, what: str, *, given: Readable | None
+) -> str | None:
     """Return what is wrong with a checkpoint, the same on every rank; None when nothing is."""
     if scan == "none":
         return None
-    storage, name = LocalStorage(found.path.parent), found.path.name
+    storage = LocalStorage(found.path.parent) if given is None else given
+    name = found.path.name
 
     def mine() -> str | None:
         manifest = Manifest.decode(data, f"{found.path}/{MANIFEST}")
@@ -127,15 +161,16 @@ def _first_problem(found: Found, data: bytes, scan: Scan, group: Group, what: st
 
 
 def open_for_all(
-    path: str | os.PathLike[str], group: Group, what: str
+    path: str | os.PathLike[str], group: Group, what: str, given: Readable | None = None
 ) -> tuple[str, str, Manifest]:
     """Choose the checkpoint and read its manifest on rank 0, for all ranks.
 
     Returns the location of the directory it is in, its name, and the manifest; errors as `load`.
+    given: a storage in place of the file system.
     """
 
     def look() -> tuple[str, str, bytes]:
-        storage, name = resolve(path)
+        storage, name = resolve(path) if given is None else resolve_in(given, os.fspath(path))
         return storage.location(""), name, read_manifest_bytes(storage, name)
 
     parent, name, data = on_first_rank(group, what, look)

@@ -48,6 +48,31 @@ def chunk_shape(
     return tuple(extents)
 
 
+def file_shape(
+    shape: Sequence[int], chunk: Sequence[int], itemsize: int, file_bytes: int
+) -> tuple[int, ...] | None:
+    """Return the shape of the files of many chunks each that hold a tensor of `shape`.
+
+    A multiple of the chunk's, at most `file_bytes`, as nearly cut alike in all dimensions as
+    doubling makes it; None: a file has room for one chunk alone.
+    """
+    counts = [max(1, n) for n in Grid(tuple(shape), tuple(chunk)).counts]
+    factors = [1] * len(counts)
+    while True:
+        left = [dim for dim, count in enumerate(counts) if factors[dim] < count]
+        if not left:
+            break
+        dim = max(left, key=lambda dim: (counts[dim] / factors[dim], dim))
+        more = min(2 * factors[dim], counts[dim])
+        size = math.prod(chunk) * itemsize * math.prod(factors) // factors[dim] * more
+        if size > file_bytes:
+            break
+        factors[dim] = more
+    if all(factor == 1 for factor in factors):
+        return None
+    return tuple(n * factor for n, factor in zip(chunk, factors, strict=True))
+
+
 @dataclass(frozen=True)
 class Grid:
     """The regular grid of chunks over a tensor. Chunks are numbered in row-major order."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.commit import read_manifest, resolve
-from mcore_ckpt.manifest import VERSION
 
 
 def summarise(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def summarise(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {
         "path": storage.location(name),
         "step": manifest.step,
-        "version": VERSION,
+        "version": manifest.version,
         "producer": dict(manifest.producer),
         "tensors": {
             tensor: {
@@ -33,6 +32,7 @@ def summarise(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "shape": list(info.shape),
                 "bytes": info.num_bytes,
                 "chunks": info.grid.num_chunks,
+                **({} if info.codec is None else {"codec": str(info.codec)}),
             }
             for tensor, info in manifest.tensors.items()
         },
@@ -60,7 +60,7 @@ def render(summary: Mapping[str, Any]) -> str:
         shapes = max(len(str(info["shape"])) for info in tensors.values())
         lines += (
             f"    {name:<{names}}  {info['dtype']:<8}  {info['shape']!s:<{shapes}}  "
-            f"{_size(info['bytes'])}"
+            f"{_size(info['bytes'])}" + (f"  {info['codec']}" if "codec" in info else "")
             for name, info in tensors.items()
         )
     if summary["files"]:

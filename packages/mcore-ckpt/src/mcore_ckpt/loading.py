@@ -39,6 +39,7 @@ def load(
     rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
     scan: Scan = "none",
+    storage: Readable | None = None,
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
@@ -76,9 +77,9 @@ def load(
     if strict not in ("error", "warn", "report"):
         raise ValueError(f"strict is {strict!r}; it is 'error', 'warn' or 'report'")
     if engine is None:
-        from mcore_ckpt.file_engine import FileEngine
+        from mcore_ckpt.default_engine import DefaultEngine
 
-        engine = FileEngine()
+        engine = DefaultEngine()
     group = (group or Group.single()).cpu
     what = f"loading {os.fspath(path)} failed"
     if scan != "none":

@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.dtypes import stored_type
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import Grid
 
 FORMAT = "mcore-ckpt"
-VERSION = 1
+VERSION = 2
+"""The newest version that is read. Version 1 is written unless chunks are encoded."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -25,18 +27,58 @@ class TensorInfo:
     """A global tensor as the manifest lists it.
 
     dtype: the real dtype's name. chunk_shape: of the regular grid. crc32: of each chunk's bytes
-    before any compression, edge chunks filled up with zeros, in the order of the chunks.
+    before any compression, edge chunks filled up with zeros, in the order of the chunks. codec:
+    what compresses them. file_shape: of the files that hold many chunks each (zarr's shards).
     """
 
     dtype: str
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     crc32: tuple[int, ...] = ()
+    codec: Codec | None = None
+    file_shape: tuple[int, ...] | None = None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a file is something else than the bytes of a chunk."""
+        return self.codec is not None or self.file_shape is not None
+
+    @property
+    def files(self) -> Grid:
+        """The files of the tensor: each has one writer. They are the chunks, or hold many each."""
+        return Grid(self.shape, self.file_shape or self.chunk_shape)
+
+    def key(self, number: int) -> str:
+        """Return the name of the file that holds chunk `number`, within its array."""
+        if self.file_shape is None:
+            return self.grid.key(number)
+        per_file = (a // b for a, b in zip(self.file_shape, self.chunk_shape, strict=True))
+        coordinates = zip(self.grid.coordinates(number), per_file, strict=True)
+        return ".".join(("c", *(str(at // count) for at, count in coordinates)))
+
+    def inside(self, number: int) -> list[int]:
+        """Return the numbers of the chunks in file `number`, in ascending order."""
+        return (
+            [number]
+            if self.file_shape is None
+            else list(self.grid.overlapping(self.files.box(number)))
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the chunks of one file."""
+        return math.prod(self.files.chunk_shape) * stored_type(self.dtype).itemsize
 
     @property
     def grid(self) -> Grid:
         """The chunks of the tensor."""
         return Grid(self.shape, self.chunk_shape)
+
+    @property
+    def padded(self) -> TensorInfo:
+        """The tensor made up of all of its chunks in full: the same chunks, no edge."""
+        counts = zip(self.grid.counts, self.chunk_shape, strict=True)
+        return replace(self, shape=tuple(count * n for count, n in counts))
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +87,7 @@ class TensorInfo:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk on disk."""
+        """Bytes of one chunk, and of its file where that is not encoded."""
         return math.prod(self.chunk_shape) * stored_type(self.dtype).itemsize
 
 
@@ -71,6 +113,11 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
     producer: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def version(self) -> int:
+        """The version of the format that it takes to read the tensors."""
+        return 2 if any(info.is_encoded for info in self.tensors.values()) else 1
+
     def encode(self) -> bytes:
         """Return the bytes of the file."""
         tensors = {
@@ -80,6 +127,8 @@ class Manifest:
                 "shape": list(info.shape),
                 "chunk_shape": list(info.chunk_shape),
                 "crc32": [f"{crc:08x}" for crc in info.crc32],
+                **({} if info.codec is None else {"codec": str(info.codec)}),
+                **({} if info.file_shape is None else {"file_shape": list(info.file_shape)}),
             }
             for name, info in sorted(self.tensors.items())
         }
@@ -89,7 +138,7 @@ class Manifest:
         }
         document: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "step": self.step,
             "producer": dict(self.producer),
             "state": dict(self.state),
@@ -153,7 +202,11 @@ def _tensor(entry: Mapping[str, Any]) -> TensorInfo:
         shape=tuple(entry["shape"]),
         chunk_shape=tuple(entry["chunk_shape"]),
         crc32=tuple(int(crc, 16) for crc in entry["crc32"]),
+        codec=Codec.parse(entry["codec"]) if "codec" in entry else None,
+        file_shape=tuple(entry["file_shape"]) if "file_shape" in entry else None,
     )
+    if any(a % b for a, b in zip(info.file_shape or (), info.chunk_shape, strict=False)):
+        raise ValueError(f"files of {info.file_shape} hold no whole chunks {info.chunk_shape}")
     if len(info.crc32) != info.grid.num_chunks:
         raise ValueError(f"{len(info.crc32)} checksums for {info.grid.num_chunks} chunks")
     return info

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.dtypes import stored_type
-from mcore_ckpt.grid import Grid, chunk_shape
+from mcore_ckpt.grid import Grid, chunk_shape, file_shape
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.names import check_tensor_names
 from mcore_parallel.layout import (
@@ -32,7 +33,10 @@ _IMBALANCE = 1.1  # a rank may write this many times the average before it hands
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk `number` of the global tensor `name`, and its writer (a rank within the group)."""
+    """File `number` of the global tensor `name`, and its writer (a rank within the group).
+
+    It holds one chunk, or many (see `TensorInfo.files`).
+    """
 
     name: str
     number: int
@@ -122,30 +126,37 @@ def plan_save(
     *,
     chunk_bytes: int,
     exchange_bytes: int,
+    codec: Codec | None = None,
+    file_bytes: int | None = None,
 ) -> WritePlan:
     """Return how the ranks write what they have described, in group order.
 
     ranks: the group's torch.distributed ranks. exchange_bytes: bound on the chunks that one rank
-    puts together in a round (a single larger chunk passes).
+    puts together in a round (a single larger chunk passes). codec: what compresses chunks.
+    file_bytes: bound on files of many chunks; None: each has one.
 
     Raises:
         ValueError: ranks disagree on a tensor's dtype or shape, or their fragments do not tile it
             exactly once per replica; names the tensor.
     """
     with collecting_paused():
-        return _plan_save(descriptions, ranks, chunk_bytes, exchange_bytes)
+        return _plan_save(
+            tensor_table(descriptions, chunk_bytes, codec, file_bytes),
+            descriptions,
+            ranks,
+            exchange_bytes,
+        )
 
 
 def _plan_save(
+    tensors: Mapping[str, TensorInfo],
     descriptions: Sequence[Mapping[str, Any]],
     ranks: Sequence[int],
-    chunk_bytes: int,
     exchange_bytes: int,
 ) -> WritePlan:
     layouts = {
         rank: layouts_of(description) for rank, description in zip(ranks, descriptions, strict=True)
     }
-    tensors = tensor_table(descriptions, chunk_bytes)
     check_tensor_names(tensors)
     check_tiling(layout for held in layouts.values() for layout in held.values())
     boxes = _boxes(tensors)
@@ -153,7 +164,7 @@ def _plan_save(
     targets: dict[int, dict[str, TensorLayout]] = {rank: {} for rank in ranks}
     for chunk in chunks:
         info = tensors[chunk.name]
-        layout = _chunk_layout(chunk.name, info, boxes[info.grid][chunk.number])
+        layout = _chunk_layout(chunk.name, info, boxes[info.files][chunk.number])
         targets[ranks[chunk.writer]][chunk.key] = layout
     return WritePlan(
         tensors=tensors,
@@ -168,19 +179,22 @@ def _chunk_layout(name: str, info: TensorInfo, box: Box) -> TensorLayout:
         global_shape=info.shape,
         box=box,
         offset=0,
-        strides=row_major_strides(info.chunk_shape),
+        strides=row_major_strides(info.files.chunk_shape),
     )
-    return TensorLayout(shape=info.chunk_shape, fragments=(fragment,))
+    return TensorLayout(shape=info.files.chunk_shape, fragments=(fragment,))
 
 
 def _boxes(tensors: Mapping[str, TensorInfo]) -> dict[Grid, list[Box]]:
     """Return the boxes of the chunks of every grid that occurs: there are few, of many tensors."""
-    grids = {info.grid for info in tensors.values()}
+    grids = {info.files for info in tensors.values()}
     return {grid: [grid.box(number) for number in range(grid.num_chunks)] for grid in grids}
 
 
 def tensor_table(
-    descriptions: Sequence[Mapping[str, Any]], chunk_bytes: int
+    descriptions: Sequence[Mapping[str, Any]],
+    chunk_bytes: int,
+    codec: Codec | None = None,
+    file_bytes: int | None = None,
 ) -> dict[str, TensorInfo]:
     """Return the global tensors that the ranks have described, sorted by name.
 
@@ -195,8 +209,7 @@ def tensor_table(
             for row in entry["fragments"]:
                 name, shape = row[0], tuple(row[1])
                 if name not in tensors:
-                    cut = chunk_shape(shape, stored_type(dtype).itemsize, chunk_bytes)
-                    tensors[name] = TensorInfo(dtype=dtype, shape=shape, chunk_shape=cut)
+                    tensors[name] = tensor_info(dtype, shape, chunk_bytes, codec, file_bytes)
                     first_rank[name] = rank
                 elif tensors[name].dtype != dtype:
                     raise ValueError(
@@ -204,6 +217,20 @@ def tensor_table(
                         f"rank {rank} as {dtype}"
                     )
     return dict(sorted(tensors.items()))
+
+
+def tensor_info(
+    dtype: str,
+    shape: tuple[int, ...],
+    chunk_bytes: int,
+    codec: Codec | None = None,
+    file_bytes: int | None = None,
+) -> TensorInfo:
+    """Return how a tensor will lie on disk: what it is cut into depends on nothing else."""
+    itemsize = stored_type(dtype).itemsize
+    cut = chunk_shape(shape, itemsize, chunk_bytes)
+    files = None if file_bytes is None else file_shape(shape, cut, itemsize, file_bytes)
+    return TensorInfo(dtype=dtype, shape=shape, chunk_shape=cut, codec=codec, file_shape=files)
 
 
 def _assign(
@@ -223,7 +250,7 @@ def _assign(
     for name, info in tensors.items():
         first[name] = len(size)
         itemsize = stored_type(info.dtype).itemsize
-        for box in boxes[info.grid]:
+        for box in boxes[info.files]:
             names.append(name)
             size.append(box.numel * itemsize)
     held = _held_elements(tensors, first, len(size), layouts)
@@ -259,7 +286,7 @@ def _held_elements(
 ) -> list[dict[int, int]]:
     """Return, for each chunk, how many of its elements each rank holds."""
     elements: list[dict[int, int]] = [{} for _ in range(num_chunks)]
-    grids = {name: info.grid for name, info in tensors.items()}
+    grids = {name: info.files for name, info in tensors.items()}
     counted: dict[tuple[Grid, Box], list[tuple[int, int]]] = {}  # once for tensors cut alike
     for rank, held in enumerate(layouts):
         for layout in held.values():
@@ -293,7 +320,7 @@ def _rounds(
     current: dict[int, int] = defaultdict(int)
     round_of: dict[str, int] = {}
     for chunk in chunks:
-        size = tensors[chunk.name].chunk_bytes
+        size = tensors[chunk.name].file_bytes
         if staged[chunk.writer] and staged[chunk.writer] + size > exchange_bytes:
             current[chunk.writer] += 1
             staged[chunk.writer] = 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.agreement import together
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.planning import WritePlan, plan_save
 from mcore_parallel.group import Group
 
@@ -37,13 +38,15 @@ class Plans:
         *,
         chunk_bytes: int,
         exchange_bytes: int,
+        codec: Codec | None = None,
+        file_bytes: int | None = None,
     ) -> WritePlan:
         """Return the plan of a save of what the ranks describe, this one's being `description`.
 
         Every rank calls it with the same digests, and has made the same calls before; errors as
         `plan_save`. Communicates over the group's CPU twin unless the plan is known.
         """
-        key = (tuple(digests), group.ranks, chunk_bytes, exchange_bytes)
+        key = (tuple(digests), group.ranks, chunk_bytes, exchange_bytes, codec, file_bytes)
         if self._plan is None or key != self._key:
             self._plan = None
             self._plan = plan_save(
@@ -51,6 +54,8 @@ class Plans:
                 group.ranks,
                 chunk_bytes=chunk_bytes,
                 exchange_bytes=exchange_bytes,
+                codec=codec,
+                file_bytes=file_bytes,
             )
             self._key = key
         return self._plan

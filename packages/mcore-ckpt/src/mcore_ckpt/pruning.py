@@ -18,7 +18,7 @@ from mcore_ckpt.commit import scan as directories
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.request import check_retention
 from mcore_ckpt.scanning import Scan, check_scan, scan_part
-from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.storage import LocalStorage, Storage
 
 _TRIES = 5
 
@@ -38,7 +38,7 @@ def prune(
     keep_every: int | None = None,
     dry_run: bool = False,
     scan: Scan = "quick",
-    storage: LocalStorage | None = None,
+    storage: Storage | None = None,
 ) -> Pruned:
     """Remove the checkpoints of a directory that need not be kept.
 
@@ -77,12 +77,14 @@ def prune(
     )
 
 
-def _newest_whole(storage: LocalStorage, scan: Scan) -> StepDirectory:
+def _newest_whole(storage: Storage, scan: Scan) -> StepDirectory:
     """Return the newest checkpoint once it has been looked at."""
     for _ in range(_TRIES):
         found = newest(storage)
         if found is None:
-            raise FileNotFoundError(f"no committed checkpoint directly below {storage.root}")
+            raise FileNotFoundError(
+                f"no committed checkpoint directly below {storage.location('')}"
+            )
         try:
             manifest = read_manifest(storage, found.name)
             problems = scan_part(storage, found.name, manifest, scan)
@@ -98,5 +100,6 @@ def _newest_whole(storage: LocalStorage, scan: Scan) -> StepDirectory:
             )
         return found
     raise CheckpointError(
-        f"{storage.root}: a run removes checkpoints sooner than they can be looked at (scan {scan})"
+        f"{storage.location('')}: a run removes checkpoints sooner than they can be looked at "
+        f"(scan {scan})"
     )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.manifest import Json, check_json
 from mcore_parallel.collectives import all_gather_object
 from mcore_parallel.group import Group
@@ -20,6 +21,8 @@ def make_request(
     chunk_bytes: int,
     exchange_bytes: int,
     state: Mapping[str, Any],
+    compression: str | None = None,
+    file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return what one rank tells the others before a save; ValueError when it cannot be saved."""
     if not isinstance(step, int) or step < 0:
@@ -28,10 +31,16 @@ def make_request(
     for name, value in (("chunk_bytes", chunk_bytes), ("exchange_bytes", exchange_bytes)):
         if value < 1:
             raise ValueError(f"{name} is {value}; nearest valid: 1")
+    if file_bytes is not None and file_bytes < 1:
+        raise ValueError(f"file_bytes is {file_bytes}; nearest valid: 1 (or None: one chunk each)")
+    if compression is not None:
+        Codec.parse(compression)
     return {
         "step": step,
         "chunk_bytes": chunk_bytes,
         "exchange_bytes": exchange_bytes,
+        "compression": compression,
+        "file_bytes": file_bytes,
         "state": _digest(check_json(state)),
     }
 
@@ -46,7 +55,7 @@ def check_retention(keep_last: int | None, keep_every: int | None) -> None:
 def check_same(requests: list[dict[str, Any]], state: Mapping[str, Any], group: Group) -> None:
     """Raise ValueError on every rank when ranks ask for different things; names the first."""
     first = requests[0]
-    for key in ("step", "chunk_bytes", "exchange_bytes", "copies"):
+    for key in ("step", "chunk_bytes", "exchange_bytes", "compression", "file_bytes", "copies"):
         for rank, other in enumerate(requests):
             if other.get(key) != first.get(key):
                 raise ValueError(

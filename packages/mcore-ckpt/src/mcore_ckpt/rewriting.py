@@ -26,6 +26,8 @@ def rewrite(
     rename: Sequence[tuple[str, str]] = (),
     dtype: torch.dtype | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    compression: str | None = None,
+    file_bytes: int | None = None,
     advance: Advance | None = None,
 ) -> Path:
     """Write a checkpoint again below `directory`, and return the new one's path.
@@ -37,7 +39,7 @@ def rewrite(
     patterns: only tensors whose names match one of them.
     rename: rules for the names, see `mcore_ckpt.selection.renamed`.
     dtype: of floating-point tensors; default: as they are, bit for bit.
-    chunk_bytes: upper bound on the size of a chunk.
+    chunk_bytes, compression, file_bytes: how the new one lies on disk (see `mcore_ckpt.save`).
     advance: told of the bytes that have been read.
 
     Raises:
@@ -46,8 +48,9 @@ def rewrite(
             to one name, or `chunk_bytes` is below 1.
         CheckpointError: the source is damaged.
     """
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}; nearest valid: 1")
+    for name, value in (("chunk_bytes", chunk_bytes), ("file_bytes", file_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; nearest valid: 1")
     opened = Checkpoint(source)
     names = renamed(Selection(patterns=patterns).of(opened), rename)
     metas = {}
@@ -65,6 +68,8 @@ def rewrite(
         files={name: opened.file(name) for name in opened.manifest.files},
         prefix="",
         chunk_bytes=chunk_bytes,
+        compression=compression,
+        file_bytes=file_bytes,
     )
     with sink:
         for new, old in names.items():

@@ -18,6 +18,7 @@ import torch
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.attachments import collect_files
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import ArrayDocuments
@@ -51,6 +52,8 @@ def save(
     keep_every: int | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
+    compression: str | None = None,
+    file_bytes: int | None = None,
     storage: Storage | None = None,
     engine: Engine | None = None,
     cancel: threading.Event | None = None,
@@ -77,7 +80,13 @@ def save(
         shape and dtype.
     exchange_bytes: bound on the chunks that a rank puts together in memory at one time (two such
         portions are in memory while one is being written).
-    storage, engine: in place of the file system below `directory`, and of plain files.
+    compression: of chunks: `zstd`, `zstd:LEVEL`, `blosc` or `blosc:NAME:LEVEL` (see `Codec`); None,
+        the default, is faster to write and to read in part.
+    file_bytes: upper bound on the size of files that hold many chunks each (zarr's sharding), for
+        storages that like few large ones; chunks stay what is read. Each has one writer, in whose
+        memory it is put together. None: a file for each chunk.
+    storage, engine: in place of the file system below `directory`, and of plain files (of
+        tensorstore for what is compressed or holds many chunks).
     cancel: when another thread of any rank sets it before the commit begins, the save ends on all
         ranks with CheckpointError.
     plans: where the plan is kept for the next save that is given the same object, on all ranks.
@@ -90,9 +99,9 @@ def save(
             part of the exchange; says where and why.
     """
     if engine is None:
-        from mcore_ckpt.file_engine import FileEngine
+        from mcore_ckpt.default_engine import DefaultEngine
 
-        engine = FileEngine()
+        engine = DefaultEngine()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
     state = {} if state is None else state
@@ -106,7 +115,16 @@ def save(
             chunk_bytes=chunk_bytes,
             exchange_bytes=exchange_bytes,
             state=state,
+            compression=compression,
+            file_bytes=file_bytes,
         )
+        asked = {"compression": compression, "file_bytes": file_bytes}
+        for option, value in asked.items():
+            if value is not None and not engine.encodes:
+                raise ValueError(
+                    f"{option} is {value!r}, and {type(engine).__name__} writes chunks as they "
+                    f"are: give no engine, or TensorstoreEngine"
+                )
         description.update(describe(tensors))
         return {**request, "tensors": digest_of(description)}
 
@@ -119,6 +137,8 @@ def save(
         what,
         chunk_bytes=chunk_bytes,
         exchange_bytes=exchange_bytes,
+        codec=None if compression is None else Codec.parse(compression),
+        file_bytes=file_bytes,
     )
     saving = _Saving(
         step=step,

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, TypeAlias
 
+from mcore_ckpt.default_engine import DefaultEngine
 from mcore_ckpt.manifest import Manifest
 from mcore_ckpt.names import FILES
-from mcore_ckpt.storage import LocalStorage
+from mcore_ckpt.object_storage import ObjectStorage
+from mcore_ckpt.storage import Readable
 from mcore_ckpt.verifying import Problem, check_chunk, check_document, check_file
 
 Scan = Literal["none", "quick", "full"]
@@ -25,7 +27,7 @@ def check_scan(scan: str) -> None:
 
 
 def scan_part(
-    storage: LocalStorage,
+    storage: Readable,
     name: str,
     manifest: Manifest,
     scan: Scan,
@@ -50,32 +52,43 @@ def scan_part(
 Check: TypeAlias = Callable[[], Problem | None]
 
 
-def _full(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
+def _full(storage: Readable, name: str, manifest: Manifest) -> Iterator[Check]:
+    engine = DefaultEngine()
     for path in manifest.documents:
         yield partial(check_document, storage, name, manifest, path)
     for file in manifest.files:
         yield partial(check_file, storage, name, manifest, file)
     for tensor, info in manifest.tensors.items():
         for number in range(info.grid.num_chunks):
-            yield partial(check_chunk, storage, name, tensor, info, number)
+            yield partial(check_chunk, storage, name, tensor, info, number, engine=engine)
 
 
-def _quick(storage: LocalStorage, name: str, manifest: Manifest) -> Iterator[Check]:
-    root = storage.location(name)
+def _quick(storage: Readable, name: str, manifest: Manifest) -> Iterator[Check]:
     for path in manifest.documents:
-        yield partial(_present, root, path, None)
+        yield partial(_present, storage, name, path, None)
     for file, held in manifest.files.items():
-        yield partial(_present, root, f"{FILES}/{file}", held.num_bytes)
+        yield partial(_present, storage, name, f"{FILES}/{file}", held.num_bytes)
     for tensor, info in manifest.tensors.items():
-        for number in range(info.grid.num_chunks):
-            yield partial(_present, root, f"{tensor}/{info.grid.key(number)}", info.chunk_bytes)
+        size = None if info.is_encoded else info.chunk_bytes
+        for number in range(info.files.num_chunks):
+            yield partial(_present, storage, name, f"{tensor}/{info.files.key(number)}", size)
 
 
-def _present(root: str, path: str, num_bytes: int | None) -> Problem | None:
-    try:
-        found = os.stat(f"{root}/{path}").st_size
-    except FileNotFoundError:
+def _present(storage: Readable, name: str, path: str, num_bytes: int | None) -> Problem | None:
+    found = _size(storage, f"{name}/{path}")
+    if found is None:
         return Problem(where=path, what="is missing")
-    if num_bytes is not None and found != num_bytes:
+    if num_bytes is None:
+        return None if found else Problem(where=path, what="is empty")
+    if found != num_bytes:
         return Problem(where=path, what=f"has {found} bytes instead of {num_bytes}")
     return None
+
+
+def _size(storage: Readable, path: str) -> int | None:
+    if isinstance(storage, ObjectStorage):
+        return storage.size(path)
+    try:
+        return os.stat(storage.location(path)).st_size
+    except FileNotFoundError:
+        return None

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import array_document, encode
@@ -38,7 +39,7 @@ class CheckpointSink:
         tensors: what will be written, by names without `prefix`.
         step, state, files: as for `save`.
         prefix: what stands before the names: "" for tensors of several kinds.
-        chunk_bytes: upper bound on the size of a chunk, as for `save`.
+        chunk_bytes, compression, file_bytes: how tensors lie on disk, as for `save`.
 
     Raises:
         ValueError: names or dtypes that the format does not have, or state that is not JSON.
@@ -54,18 +55,22 @@ class CheckpointSink:
         files: Mapping[str, bytes] | None = None,
         prefix: str = MODEL,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        compression: str | None = None,
+        file_bytes: int | None = None,
         engine: Engine | None = None,
     ) -> None:
         if engine is None:
-            from mcore_ckpt.file_engine import FileEngine
+            from mcore_ckpt.default_engine import DefaultEngine
 
-            engine = FileEngine()
+            engine = DefaultEngine()
         self._engine = engine
         self._storage = LocalStorage(directory)
         self._announced = dict(tensors)
         self._prefix = prefix
+        codec = None if compression is None else Codec.parse(compression)
         self._infos = {
-            prefix + name: _info(name, meta, chunk_bytes) for name, meta in sorted(tensors.items())
+            prefix + name: _info(name, meta, chunk_bytes, codec, file_bytes)
+            for name, meta in sorted(tensors.items())
         }
         check_tensor_names(self._infos)
         self._step = step
@@ -144,13 +149,14 @@ class CheckpointSink:
         )
 
 
-def _info(name: str, meta: TensorMeta, chunk_bytes: int) -> TensorInfo:
+def _info(
+    name: str, meta: TensorMeta, chunk_bytes: int, codec: Codec | None, file_bytes: int | None
+) -> TensorInfo:
     try:
         dtype = stored_type(meta.dtype)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    cut = chunk_shape(meta.shape, dtype.itemsize, chunk_bytes)
-    return TensorInfo(dtype=dtype.name, shape=meta.shape, chunk_shape=cut)
+    return tensor_info(dtype.name, meta.shape, chunk_bytes, codec, file_bytes)
 
 
 def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[ChunkData]:

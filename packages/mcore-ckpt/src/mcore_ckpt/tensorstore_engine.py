@@ -14,6 +14,7 @@ from mcore_ckpt.documents import array_document
 from mcore_ckpt.dtypes import Array
 from mcore_ckpt.engine import ChunkData, Engine, Region, Writing
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.kv_storage import KvStorage
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.storage import Readable, Storage
 
@@ -78,7 +79,6 @@ class TensorstoreEngine(Engine):
     def _open(self, storage: Readable, array: str, info: TensorInfo) -> Any:
         spec = {
             "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": storage.location(array) + "/"},
             "metadata": array_document(info),
             "open": True,
             "assume_metadata": True,  # the manifest has it; saves one read for each array
@@ -86,6 +86,9 @@ class TensorstoreEngine(Engine):
             "store_data_equal_to_fill_value": True,
             "fill_missing_data_reads": False,
         }
+        if isinstance(storage, KvStorage):
+            return ts.open(spec, kvstore=storage.at(array))
+        spec["kvstore"] = {"driver": "file", "path": storage.location(array) + "/"}
         return ts.open(ts.Spec(spec), context=self._context)
 
     @staticmethod

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.commit import Status, read_manifest, resolve, scan
+from mcore_ckpt.checksum import crc32
+from mcore_ckpt.commit import Status, newest, read_manifest, resolve, resolve_in, scan
+from mcore_ckpt.default_engine import DefaultEngine
+from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
 from mcore_ckpt.names import FILES, MARKER
 from mcore_ckpt.progress import Advance
 from mcore_ckpt.storage import LocalStorage, Readable
+from mcore_parallel.layout import Box
 
 _THREADS = 8
 
@@ -44,16 +47,22 @@ class Verification:
     problems: tuple[Problem, ...]
 
 
-def verify(path: str | os.PathLike[str], *, advance: Advance | None = None) -> Verification:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    advance: Advance | None = None,
+    storage: Readable | None = None,
+) -> Verification:
     """Read a whole checkpoint and compare it with its checksums.
 
     `path` is a checkpoint, or the directory of several: then the newest that has a commit marker,
     even a damaged one. advance: told of the bytes that have been compared, from several threads.
+    storage: in place of the file system; `path` is then within it, and "" its root.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
     """
-    return verify_at(*_locate(path), advance=advance)
+    return verify_at(*_locate(path, storage), advance=advance)
 
 
 def num_bytes_of(path: str | os.PathLike[str]) -> int:
@@ -85,7 +94,8 @@ def verify_at(storage: Readable, name: str, *, advance: Advance | None = None) -
         for number in range(info.grid.num_chunks)
     ]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-verify") as pool:
-        found = pool.map(lambda chunk: check_chunk(storage, name, *chunk), chunks)
+        engine = DefaultEngine()
+        found = pool.map(lambda chunk: check_chunk(storage, name, *chunk, engine=engine), chunks)
         problems = [problem for problem in found if problem]
     return Verification(
         path=where,
@@ -96,7 +106,12 @@ def verify_at(storage: Readable, name: str, *, advance: Advance | None = None) -
     )
 
 
-def _locate(path: str | os.PathLike[str]) -> tuple[Readable, str]:
+def _locate(path: str | os.PathLike[str], storage: Readable | None = None) -> tuple[Readable, str]:
+    if storage is not None:
+        marked = [d for d in scan(storage) if d.status is Status.DAMAGED]
+        if not os.fspath(path) and marked and newest(storage) is None:
+            return storage, marked[-1].name
+        return resolve_in(storage, os.fspath(path))
     root = Path(path).absolute()
     marked = [d for d in scan(LocalStorage(root)) if d.status in (Status.COMMITTED, Status.DAMAGED)]
     if marked and not (root / MARKER).is_file():
@@ -117,7 +132,7 @@ def check_document(storage: Readable, name: str, manifest: Manifest, path: str) 
     data = _get(storage, f"{name}/{path}")
     if data is None:
         return Problem(where=path, what="is missing")
-    if zlib.crc32(data) != manifest.documents[path]:
+    if crc32(data) != manifest.documents[path]:
         return Problem(where=path, what="is damaged: its checksum is not the manifest's")
     return None
 
@@ -134,20 +149,36 @@ def check_file(storage: Readable, name: str, manifest: Manifest, file: str) -> P
 
 
 def check_chunk(
-    storage: Readable, name: str, tensor: str, info: TensorInfo, number: int
+    storage: Readable, name: str, tensor: str, info: TensorInfo, number: int, *, engine: Engine
 ) -> Problem | None:
-    """Return what is wrong with a chunk of a tensor."""
-    where = f"{tensor}/{info.grid.key(number)}"
-    data = _get(storage, f"{name}/{where}")
+    """Return what is wrong with a chunk of a tensor. engine: decodes those that are encoded."""
+    where = f"{tensor}/{info.key(number)}"
+    if info.is_encoded:
+        data = _decoded(storage, f"{name}/{tensor}", info, number, engine)
+    else:
+        data = _get(storage, f"{name}/{where}")
     if data is None:
-        what = "is missing"
+        there = info.is_encoded and _get(storage, f"{name}/{where}") is not None
+        what = "is damaged: it cannot be decoded" if there else "is missing"
     elif len(data) != info.chunk_bytes:
         what = f"has {len(data)} bytes instead of {info.chunk_bytes}"
-    elif zlib.crc32(data) != info.crc32[number]:
+    elif crc32(data) != info.crc32[number]:
         what = "is damaged: its checksum is not the manifest's"
     else:
         return None
     return Problem(where=where, what=what, tensor=tensor, chunk=info.grid.coordinates(number))
+
+
+def _decoded(
+    storage: Readable, array: str, info: TensorInfo, number: int, engine: Engine
+) -> bytes | None:
+    """Return the bytes of a chunk as they were before they were encoded; None when it cannot be."""
+    box = Box(info.grid.box(number).start, info.chunk_shape)
+    try:
+        (found,) = engine.read(storage, [Region(array=array, info=info.padded, box=box)])
+    except CheckpointError:
+        return None
+    return found.tobytes()
 
 
 def _get(storage: Readable, path: str) -> bytes | None:

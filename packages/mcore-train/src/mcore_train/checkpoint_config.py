@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mcore_ckpt.codecs import Codec
 from mcore_train.checks import require
 
 OnSaveError = Literal["stop", "continue"]
 Scan = Literal["none", "quick", "full"]
+Strict = Literal["error", "warn", "report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,20 @@ class CheckpointConfig:
     are not lost with a process, nor with a machine. Only the newest local one is kept.
 
     `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
-    has none; without `resume` the directory must hold none. `reset_step` starts at step 0 with the
-    loaded weights and moments, and takes the schedule and data of this config; `weights_only` takes
-    the weights alone. With it `load` may also be a Hugging Face folder, whose architecture
-    `model: {hf: FOLDER}` takes over.
+    has none; without `resume` the directory must hold none. Of a folder of them `load_step` says
+    which, and the newest is the default. `reset_step` starts at step 0 with the loaded weights and
+    moments, and takes the schedule and data of this config; `weights_only` takes the weights alone.
+    With it `load` may also be a Hugging Face folder, whose architecture `model: {hf: FOLDER}` takes
+    over, as `model: {checkpoint: FOLDER}` does for a checkpoint. `load_optimizer: false` goes on at
+    the step and in the data of what is loaded with moments that start afresh, `load_rng: false`
+    with the random streams of this config's seed.
+
+    `strict` is about what does not fit: tensors that one side lacks, or has in another shape, and
+    fields of the architecture. It is an `error`; or a warning, or one line of text (`report`), and
+    what fits is loaded.
+
+    `compression` of what is saved in `directory`: `zstd`, `zstd:LEVEL`, `blosc` or
+    `blosc:NAME:LEVEL`.
     """
 
     directory: Path | None = None
@@ -51,7 +63,12 @@ class CheckpointConfig:
     scan: Scan = "quick"
     load: Path | None = None
     reset_step: bool = False
+    load_step: int | None = None
     weights_only: bool = False
+    load_optimizer: bool = True
+    load_rng: bool = True
+    strict: Strict = "error"
+    compression: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("interval", "keep_last", "keep_every"):
@@ -66,11 +83,23 @@ class CheckpointConfig:
             "asynchronous saving needs checkpoint.directory",
         )
         self._check_local()
-        for name in ("reset_step", "weights_only"):
+        for name in ("reset_step", "load_step", "weights_only", "load_optimizer", "load_rng"):
+            value = getattr(self, name)
             require(
-                not getattr(self, name) or self.load is not None,
+                value == getattr(CheckpointConfig, name) or self.load is not None,
                 f"{name} is about checkpoint.load, which is not set",
             )
+        for name in ("load_optimizer", "load_rng"):
+            require(
+                getattr(self, name) or not self.weights_only,
+                f"{name}=False does nothing: weights_only leaves that out, too",
+            )
+        require(
+            self.compression is None or self.directory is not None,
+            f"compression={self.compression} needs checkpoint.directory",
+        )
+        if self.compression is not None:
+            Codec.parse(self.compression)
 
     def _check_local(self) -> None:
         interval, copies = self.local_interval, self.local_copies

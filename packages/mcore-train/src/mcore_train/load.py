@@ -57,7 +57,8 @@ def config_from_tree(tree: Mapping[str, Any]) -> TrainConfig:
     """Convert and check nested plain values.
 
     `model: {preset: NAME, …}` starts from a preset, `model: {hf: FOLDER, …}` from the `config.json`
-    of a Hugging Face folder.
+    of a Hugging Face folder, `model: {checkpoint: FOLDER, …}` from what a checkpoint was trained
+    with.
     """
     return from_tree(TrainConfig, tree)
 
@@ -67,7 +68,7 @@ def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
     tree = dict(tree)
     model = tree.get("model")
     if isinstance(model, Mapping):
-        for key, base_of in (("preset", _preset), ("hf", _hf)):
+        for key, base_of in (("preset", _preset), ("hf", _hf), ("checkpoint", _checkpoint)):
             if key in model:
                 base = base_of(str(model[key]))
                 tree["model"] = _merged(base, {k: v for k, v in model.items() if k != key})
@@ -87,6 +88,18 @@ def _hf(folder: str) -> dict[str, Any]:
     from mcore_train.from_hf import architecture_of  # it loads what trains
 
     return architecture_of(folder)
+
+
+def _checkpoint(folder: str) -> dict[str, Any]:
+    import mcore_ckpt  # it loads torch
+
+    try:
+        model = mcore_ckpt.read_state(folder)["config"]["model"]
+    except FileNotFoundError as error:
+        raise ValueError(f"model.checkpoint={folder}: {error}") from None
+    except (KeyError, TypeError):
+        raise ValueError(f"model.checkpoint={folder} has no architecture in its state") from None
+    return dict(model)
 
 
 def config_to_tree(config: object) -> dict[str, Any]:

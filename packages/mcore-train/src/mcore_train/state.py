@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_ckpt.extra import PREFIX
+from mcore_ckpt.finding import on_first_rank
 from mcore_ckpt.local import FoundLocal, load_local
 from mcore_models import ModelConfig
 from mcore_models.adapters import LoRAConfig
 from mcore_models.parts import TRAINING_FIELDS
 from mcore_parallel import Group
 from mcore_parallel.layout import LayoutTensor
-from mcore_train.checkpoint_config import CheckpointConfig
+from mcore_train.checkpoint_config import CheckpointConfig, Strict
 from mcore_train.config import TrainConfig
 from mcore_train.extra import extra_values, restore_values, state_tensors
 from mcore_train.from_hf import find_hf, is_hf, load_hf_weights, without_adapters
@@ -48,6 +52,34 @@ class WhatToSave:
     tensors: Mapping[str, LayoutTensor]
     state: Mapping[str, Any]
     files: Mapping[str, Path | bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatToLoad:
+    """What of a checkpoint a run takes over: the fields of `CheckpointConfig` of these names."""
+
+    weights_only: bool = False
+    reset_step: bool = False
+    load_optimizer: bool = True
+    load_rng: bool = True
+    strict: Strict = "error"
+
+    @staticmethod
+    def of(config: CheckpointConfig) -> WhatToLoad:
+        """Return what the config says of `load`."""
+        return WhatToLoad(**{f.name: getattr(config, f.name) for f in fields(WhatToLoad)})
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether the optimizer goes on from where it was."""
+        return self.load_optimizer and not self.weights_only
+
+    @property
+    def prefixes(self) -> tuple[str, ...] | None:
+        """Which tensors are loaded, by the beginnings of their names; None: all."""
+        if self.optimizer:
+            return None
+        return WEIGHTS if self.weights_only else (*WEIGHTS, PREFIX)
 
 
 def what_to_save(session: Session, progress: Progress, callbacks: Mapping[str, Any]) -> WhatToSave:
@@ -100,19 +132,42 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
                 f"alone: set checkpoint.weights_only"
             )
         return folder, False
-    found = mcore_ckpt.find(config.load, group, scan=config.scan)
+    place = config.load
+    if config.load_step is not None:
+        place = _of_step(place, config.load_step, group)
+    found = mcore_ckpt.find(place, group, scan=config.scan)
     if found is None:
         raise ValueError(f"checkpoint.load={config.load}: no committed checkpoint there")
     return found, False
 
 
+def _of_step(folder: Path, step: int, group: Group) -> Path:
+    """Return the checkpoint of a step in a folder; ValueError with the nearest there is."""
+
+    def look() -> Path:
+        found = {int(p.name[5:].partition(".")[0]): p for p in mcore_ckpt.list_checkpoints(folder)}
+        if not found:
+            raise ValueError(
+                f"checkpoint.load_step={step}: {folder} is no folder of committed checkpoints"
+            )
+        if step not in found:
+            nearest = min(found, key=lambda other: (abs(other - step), other))
+            raise ValueError(
+                f"checkpoint.load_step={step}: {folder} has no such checkpoint: use {nearest}"
+            )
+        return found[step]
+
+    return on_first_rank(group.cpu, f"listing the checkpoints of {folder} failed", look)
+
+
 def check_same_model(
-    config: TrainConfig, found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool
-) -> None:
+    config: TrainConfig, found: mcore_ckpt.Found | FoundLocal, what: WhatToLoad
+) -> list[str]:
     """Check that the architecture (and the optimizer) are those the checkpoint was trained with.
 
     Shapes alone do not tell: another number of heads, say, fits the same tensors. Fields that were
-    not there when it was written have the values that they would have been left at.
+    not there when it was written have the values that they would have been left at. Return what
+    differs, where that is let pass.
 
     Raises:
         ValueError: names the first field that differs, with both values.
@@ -120,15 +175,23 @@ def check_same_model(
     saved, now = found.state["config"], config_to_tree(config)
     model = config_to_tree(from_tree(ModelConfig, saved["model"]))
     fields = list(_pairs(model, now["model"], "model."))
-    if not weights_only:
+    if what.optimizer:
         kinds = saved["optimizer"]["kind"], now["optimizer"]["kind"]
         fields.append(("optimizer.kind", *kinds))
+    passed = []
     for name, old, new in fields:
-        if old != new and name not in FREE:
-            advice = f"use {old}"
-            if name.startswith("optimizer."):
-                advice += ", or take the weights alone (checkpoint.load with weights_only)"
-            raise ValueError(f"{name}={new}, but {found.path} was trained with {old}: {advice}")
+        if old == new or name in FREE:
+            continue
+        difference = f"{name}={new}, but {found.path} was trained with {old}"
+        if name == "optimizer.kind":
+            raise ValueError(
+                f"{difference}: use {old}, or take the weights alone (checkpoint.load with "
+                f"weights_only, or with load_optimizer=false)"
+            )
+        if what.strict == "error":
+            raise ValueError(f"{difference}: use {old}")
+        passed.append(difference)
+    return passed
 
 
 def begins_adapters(
@@ -174,13 +237,12 @@ def _pairs(
             yield f"{prefix}{name}", saved[name], now[name]
 
 
-def _check_complete(
-    found: mcore_ckpt.Found | FoundLocal, *, weights_only: bool, reset_step: bool
-) -> None:
+def _check_complete(found: mcore_ckpt.Found | FoundLocal, what: WhatToLoad) -> None:
     """Check that a checkpoint, which may have been converted, has what is asked of it."""
-    if not weights_only and "optimizer" not in found.state:
+    if what.optimizer and "optimizer" not in found.state:
         raise ValueError(f"{found.path} holds weights alone: set checkpoint.load with weights_only")
-    if not (weights_only or reset_step) and not {"rng", "data"} <= found.state.keys():
+    goes_on = not (what.weights_only or what.reset_step)
+    if goes_on and not {"rng", "data"} <= found.state.keys():
         raise ValueError(
             f"{found.path} was converted, and has no place in the data: set checkpoint.load with "
             f"reset_step, or with weights_only"
@@ -188,16 +250,13 @@ def _check_complete(
 
 
 def load_state(
-    session: Session,
-    found: mcore_ckpt.Found | FoundLocal,
-    *,
-    weights_only: bool = False,
-    reset_step: bool = False,
+    session: Session, found: mcore_ckpt.Found | FoundLocal, what: WhatToLoad
 ) -> tuple[Progress, dict[str, Any]]:
     """Fill the session from a checkpoint of any layout; return progress and callback states.
 
     With `reset_step` steps and samples are counted from 0, on whatever data the config has; weights
-    and moments are kept. With `weights_only` everything but the weights starts afresh.
+    and moments are kept. With `weights_only` everything but the weights starts afresh. What does
+    not fit and is let pass is a RuntimeWarning, or a line on stderr, of the first rank.
 
     Raises:
         ValueError: tensors do not fit, by name and shape; the optimizer is of another kind; or the
@@ -206,27 +265,49 @@ def load_state(
     if isinstance(found, mcore_ckpt.Found) and is_hf(found):
         load_hf_weights(session, found, FREE)
         return Progress(), {}
-    _check_complete(found, weights_only=weights_only, reset_step=reset_step)
-    check_same_model(session.config, found, weights_only=weights_only)
+    _check_complete(found, what)
+    passed = check_same_model(session.config, found, what)
     tensors = state_tensors(session)
-    if begins_adapters(session.config, found, weights_only=weights_only):
+    if begins_adapters(session.config, found, weights_only=what.weights_only):
         tensors = without_adapters(tensors)
-    prefixes = WEIGHTS if weights_only else None
-    if isinstance(found, FoundLocal):
-        load_local(found, tensors, session.mesh.world, prefixes=prefixes)
-    else:
-        mcore_ckpt.load(found.path, tensors, session.mesh.world, prefixes=prefixes)
+    report = _load_tensors(session, found, tensors, what)
+    passed += [str(report)] if str(report) else []
     session.optimizer.load_finished()
-    if weights_only:
-        return Progress(), {}
     state = found.state
-    session.optimizer.load_state_dict(state["optimizer"])
-    if session.scaler is not None and state.get("scaler") is not None:
-        session.scaler.load_state_dict(state["scaler"])
-    restore_values(session, state.get("extra", {}), strict=True)
-    if reset_step:
+    if not what.weights_only:
+        values = state.get("extra", {})
+        passed += restore_values(session, values, strict=what.strict == "error")
+    if passed and session.mesh.rank == 0:
+        _tell(f"{found.path} does not fit: {'; '.join(passed)}", what.strict)
+    if what.optimizer:
+        session.optimizer.load_state_dict(state["optimizer"])
+        if session.scaler is not None and state.get("scaler") is not None:
+            session.scaler.load_state_dict(state["scaler"])
+    if what.weights_only or what.reset_step:
         return Progress(), {}
-    session.rng.load_state_dict(state["rng"])
+    if what.load_rng:
+        session.rng.load_state_dict(state["rng"])
     session.data.load_state_dict(state["data"])
     progress = Progress(step=state["step"], consumed=state["data"]["consumed_samples"])
     return progress, state["callbacks"]
+
+
+def _load_tensors(
+    session: Session,
+    found: mcore_ckpt.Found | FoundLocal,
+    tensors: Mapping[str, LayoutTensor],
+    what: WhatToLoad,
+) -> mcore_ckpt.LoadReport:
+    """Fill the tensors that are wanted; what does not fit is an error, or is returned."""
+    world, prefixes = session.mesh.world, what.prefixes
+    strict: Strict = "error" if what.strict == "error" else "report"
+    if isinstance(found, FoundLocal):
+        return load_local(found, tensors, world, prefixes=prefixes, strict=strict)
+    return mcore_ckpt.load(found.path, tensors, world, prefixes=prefixes, strict=strict)
+
+
+def _tell(text: str, strict: Strict) -> None:
+    if strict == "warn":
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    else:
+        print(f"mcore-train: {text}", file=sys.stderr)

@@ -17,6 +17,7 @@ from mcore_train.schedules import learning_rate
 from mcore_train.session import Session
 from mcore_train.state import (
     Progress,
+    WhatToLoad,
     WhatToSave,
     find_start,
     load_state,
@@ -102,7 +103,12 @@ class Trainer:
         return what_to_save(self.session, self.progress, states)
 
     def save(
-        self, directory: Path, *, keep_last: int | None = None, keep_every: int | None = None
+        self,
+        directory: Path,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        compression: str | None = None,
     ) -> Path:
         """Save the whole state below `directory`; returns when it is durable."""
         what = self.what_to_save()
@@ -115,6 +121,7 @@ class Trainer:
             group=self.session.mesh.world,
             keep_last=keep_last,
             keep_every=keep_every,
+            compression=compression,
         )
         self.checkpoint = path
         return path
@@ -127,9 +134,10 @@ class Trainer:
         found, same_run = (None, False) if start is None else start
         self.checkpoint = found.path if found is not None and same_run else None
         local = find_local_start(config, start, world)
+        what = WhatToLoad(strict=config.strict)
         if local is not None:
             try:
-                self._take(*load_state(self.session, local))
+                self._take(*load_state(self.session, local, what))
                 self.resumed = self.resumed_locally = True
                 return
             except CheckpointError as error:
@@ -139,11 +147,9 @@ class Trainer:
                 )
         if found is None:
             return
-        weights_only = config.weights_only and not same_run
-        reset_step = config.reset_step and not same_run
-        self._take(
-            *load_state(self.session, found, weights_only=weights_only, reset_step=reset_step)
-        )
+        if not same_run:
+            what = WhatToLoad.of(config)
+        self._take(*load_state(self.session, found, what))
         self.resumed = same_run
 
     def _take(self, progress: Progress, states: Mapping[str, Any]) -> None:

@@ -42,7 +42,17 @@ def add(commands: Any) -> None:
         "--chunk-size",
         default="8MiB",
         metavar="SIZE",
-        help="upper bound on the size of a file (default: %(default)s)",
+        help="upper bound on the size of a chunk, which is what is read (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--file-size",
+        metavar="SIZE",
+        help="upper bound on the size of a file of many chunks (default: one chunk in each)",
+    )
+    parser.add_argument(
+        "--compression",
+        metavar="CODEC",
+        help="of chunks: zstd, zstd:LEVEL, blosc or blosc:NAME:LEVEL (default: none)",
     )
     parser.set_defaults(run=run)
 
@@ -52,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt.commands.sizes import parse_size
 
     chunk_bytes = parse_size(arguments.chunk_size, "--chunk-size")
+    file_size = arguments.file_size
+    file_bytes = None if file_size is None else parse_size(file_size, "--file-size")
     import torch
 
     from mcore_ckpt.checkpoint import Checkpoint
@@ -71,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
             rename=[(pattern, name) for pattern, name in arguments.rename],
             dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
             chunk_bytes=chunk_bytes,
+            compression=arguments.compression,
+            file_bytes=file_bytes,
             advance=line,
         )
     written = Checkpoint(path).manifest.tensors.values()

@@ -88,11 +88,15 @@ class SaveCheckpoints(Callback):
                 files=what.files,
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
+                compression=config.compression,
             )
             return
         try:
             path = trainer.save(
-                config.directory, keep_last=config.keep_last, keep_every=config.keep_every
+                config.directory,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                compression=config.compression,
             )
         except CheckpointError as error:
             self._failed(trainer, step, error, last)

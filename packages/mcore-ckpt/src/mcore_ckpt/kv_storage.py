@@ -1,0 +1,75 @@
+"""Object storage through the key-value stores of tensorstore: S3, Google, files or memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorstore as ts
+
+from mcore_ckpt.engine import Engine
+from mcore_ckpt.object_storage import ObjectStorage
+
+
+class KvStorage(ObjectStorage):
+    """Objects below an address that tensorstore opens: `KvStorage("s3://bucket/runs/demo")`.
+
+    url: such an address (`s3://`, `gs://`, `memory://`, `file://`), or a store's JSON
+        specification. Chunks go through tensorstore, too.
+    """
+
+    def __init__(self, url: str | dict[str, Any]) -> None:
+        store = ts.KvStore.open(url, context=ts.Context()).result()
+        if store.path and not store.path.endswith("/"):
+            store.path += "/"
+        self._store = store
+
+    def engine(self) -> Engine:
+        """Return tensorstore's."""
+        from mcore_ckpt.tensorstore_engine import TensorstoreEngine
+
+        return TensorstoreEngine()
+
+    def at(self, path: str) -> ts.KvStore:
+        """Return the store of what is below `path`, for tensorstore to open."""
+        store = self._store.copy()
+        store.path += f"{path}/"
+        return store
+
+    def location(self, path: str) -> str:
+        """Return the address."""
+        return f"{self._store.url.rstrip('/')}/{path}" if path else str(self._store.url)
+
+    def get(self, path: str) -> bytes:
+        """Return an object's contents."""
+        found = self._store.read(path).result()
+        if found.state != "value":
+            raise FileNotFoundError(2, "No such object", self.location(path))
+        return bytes(found.value)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object."""
+        self._store.write(path, data).result()
+
+    def entries(self, path: str) -> dict[str, bool]:
+        """List what is below a prefix."""
+        prefix = f"{path}/" if path else ""
+        keys = self._store.list(
+            ts.KvStore.KeyRange(prefix, f"{path}0" if path else ""),  # '0' is what follows '/'
+            strip_prefix_length=len(prefix),
+        ).result()
+        found: dict[str, bool] = {}
+        for key in keys:
+            name, slash, _ = key.decode().partition("/")
+            found[name] = found.get(name, False) or bool(slash)
+        return found
+
+    def remove(self, path: str) -> None:
+        """Delete an object."""
+        self._store.write(path, None).result()
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of an object."""
+        try:
+            return len(self.get(path))
+        except FileNotFoundError:
+            return None
