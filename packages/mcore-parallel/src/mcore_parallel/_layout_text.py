@@ -10,6 +10,7 @@ SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
 _SWITCHES = {
     "sp": "sequence_parallel",
     "overlap": "overlap",
+    "overlap-experts": "overlap_expert_exchange",
     "count-embedding": "count_embedding",
     "count-loss": "count_loss",
 }

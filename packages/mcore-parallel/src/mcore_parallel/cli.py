@@ -107,7 +107,9 @@ def _add_schedule(commands: Any) -> None:
     add("--forward", type=float, default=1.0, help="time of a stage's forward (default 1)")
     add("--backward", type=float, default=1.0, help="of its input gradients (default 1)")
     add("--weight", type=float, default=1.0, help="of its weight gradients (default 1)")
+    add("--exchange", type=float, default=0.0, help="of tokens on their way (default 0)")
     add("--transfer", type=float, default=0.0, help="of a message (default 0)")
+    add("--paired", action="store_true", help="forwards beside other micro-batches' backwards")
     add("--png", type=Path, metavar="FILE", help="draw into a file (needs matplotlib)")
     add("--json", action="store_true", help="print JSON")
 
@@ -247,12 +249,13 @@ def _layout_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _schedule(args: argparse.Namespace) -> dict[str, Any]:
-    from mcore_parallel.pipeline.schedules import SCHEDULES
+    from mcore_parallel.pipeline.schedules import PAIRED, SCHEDULES
 
     if args.kind is None and args.png is not None:
         raise ValueError("--png draws one schedule: give its --kind")
     found: dict[str, Any] = {"stages": args.stages, "microbatches": args.microbatches}
-    kinds = SCHEDULES if args.kind is None else [args.kind]
+    every = [kind for kind in SCHEDULES if not args.paired or kind in PAIRED]
+    kinds = every if args.kind is None else [args.kind]
     found["schedules"] = [_simulated(kind, args) for kind in kinds]
     return found
 
@@ -270,8 +273,9 @@ def _simulated(kind: str, args: argparse.Namespace) -> dict[str, Any]:
         args.microbatches,
         chunks=_default_chunks(kind, args.chunks if chunked else None),
         group_size=args.group if chunked else None,
+        paired=args.paired,
     )
-    names = ("forward", "backward", "weight", "transfer")
+    names = ("forward", "backward", "weight", "exchange", "transfer")
     negative = [name for name in names if not getattr(args, name) >= 0]
     if negative:
         raise ValueError(f"--{negative[0]} {getattr(args, negative[0])}: a time is 0 or more")

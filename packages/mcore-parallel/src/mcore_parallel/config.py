@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, cast
 from mcore_parallel._layout_text import FIELDS, SIZES, parse_item
 from mcore_parallel.axes import DENSE_AXES, EXPERT_AXES, AxisView
 from mcore_parallel.context.kinds import ContextKind, parse_kinds
-from mcore_parallel.expert.backends import check_dispatcher, check_lanes
+from mcore_parallel.expert.backends import check_dispatcher, check_lanes, check_overlap
 from mcore_parallel.pipeline.actions import Line
 from mcore_parallel.pipeline.schedules import check_kind
 from mcore_parallel.stages import stage_layers
@@ -30,6 +30,8 @@ class ParallelConfig:
     dispatcher: how tokens reach their experts: "all-to-all", "all-gather", or one that a package
     registers (entry points `mcore_parallel.dispatchers`). lanes: parts of whole documents in which
     the layers take a micro-batch: tokens of one travel while another is computed.
+    overlap_expert_exchange: forwards take turns with backwards of other micro-batches, and tokens
+    of one travel while another is computed (of the schedules 1f1b and interleaved).
     sequence_parallel: activations between tensor-parallel regions are cut along the sequence.
     context_kind: how attention goes over the context axis, as `context.parse_kinds` reads it: a
     kind for all layers, or several that the layers of the model use in turn.
@@ -60,6 +62,7 @@ class ParallelConfig:
     etp: int | None = None
     dispatcher: str = "all-to-all"
     lanes: int = 1
+    overlap_expert_exchange: bool = False
     sequence_parallel: bool = False
     context_kind: str = "ring"
     order: str = "tp-cp-ep-dp-pp"
@@ -104,6 +107,10 @@ class ParallelConfig:
         self._check_sharding()
         check_dispatcher(self.dispatcher)
         check_lanes(self.lanes, self.sequence_parallel and self.tp > 1, self.sharding)
+        if self.overlap_expert_exchange:
+            check_overlap(
+                ep=self.ep, lanes=self.lanes, overlap=self.overlap, sharding=self.sharding
+            )
 
     def _check_sharding(self) -> None:
         if self.sharding not in SHARDINGS:
@@ -123,7 +130,8 @@ class ParallelConfig:
 
     def _check_pipeline(self) -> None:
         group, chunks = self.microbatch_group, self.chunks
-        check_kind(self.schedule, chunks=chunks, group_size=group)
+        paired = self.overlap_expert_exchange
+        check_kind(self.schedule, chunks=chunks, group_size=group, paired=paired)
         if chunks > 1 and self.pp == 1:
             raise ValueError(f"chunks = {chunks} on pp = 1 stage: use pp ≥ 2, or chunks = 1")
         if group is not None and group < self.pp:
@@ -239,7 +247,7 @@ class ParallelConfig:
         =0 or =1: sp (sequence parallel), overlap, count-embedding, count-loss. Sharding over dp:
         zero=0 (none), 1 (optimizer), 2 (and gradients), 3 (and parameters); replicas=2 (of each
         share). Attention over cp: cp-kind=two-level:4, cp-kind=all-gather*5+ring (in turn).
-        Experts: dispatch=all-gather, lanes=2.
+        Experts: dispatch=all-gather, lanes=2, overlap-experts (alone or with =0 or =1).
         Pipeline: schedule=interleaved, chunks=2, group=8 (micro-batches), first=3 and last=4
         (layers), stages=8+8+7+7 (layers of each virtual stage) or a layout string such as
         stages=Et*8|t*8|t*7|t*7L. Further: order=tp-cp-ep-dp-pp, bucket=40000000 (elements).
@@ -269,6 +277,7 @@ class ParallelConfig:
         items += [f"cp-kind={self.context_kind}"] * (self.context_kind != default.context_kind)
         items += [f"dispatch={self.dispatcher}"] * (self.dispatcher != default.dispatcher)
         items += [f"lanes={self.lanes}"] * (self.lanes != 1)
+        items += ["overlap-experts"] * self.overlap_expert_exchange
         level = SHARDINGS.index(self.sharding)
         items += [f"zero={level}"] * (self.sharding != default.sharding)
         items += [f"replicas={self.replicas}"] * (self.replicas != 1)

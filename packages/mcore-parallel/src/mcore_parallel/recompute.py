@@ -59,7 +59,7 @@ def recompute_output(make: Callable[[Tensor], Tensor], x: Tensor, use: Callable[
     made = make(x)
     if not torch.is_grad_enabled():
         return use(made)
-    cell = _Cell(make, _Kept((x,)), _Autocast({x.device.type}))
+    cell = _Cell(make, _Kept((x,)), Autocast({x.device.type}))
     place = made.untyped_storage().data_ptr(), made.dtype, int(made.storage_offset())
     version = made._version
 
@@ -204,7 +204,7 @@ class _Surroundings:
         self._devices = {x.device for x in inputs if x.device.type == "cuda"}
         self._cpu = torch.get_rng_state()
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in self._devices}
-        self._autocast = _Autocast({device.type for device in self._devices})
+        self._autocast = Autocast({device.type for device in self._devices})
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -218,7 +218,7 @@ class _Surroundings:
             yield
 
 
-class _Autocast:
+class Autocast:
     """Autocast of the CPU and of other kinds of devices, as it is now."""
 
     def __init__(self, kinds: set[str]) -> None:
@@ -247,7 +247,7 @@ class _View:
 class _Cell:
     """The output of `make`, made again when the first of its views is wanted."""
 
-    def __init__(self, make: Callable[[Tensor], Tensor], kept: _Kept, autocast: _Autocast) -> None:
+    def __init__(self, make: Callable[[Tensor], Tensor], kept: _Kept, autocast: Autocast) -> None:
         self._make, self._kept, self._autocast = make, kept, autocast
         self._value: Tensor | None = None
         self.wanted = 0  # views that were kept and not asked for yet

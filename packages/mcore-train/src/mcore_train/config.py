@@ -317,6 +317,8 @@ class TrainConfig:
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
         _require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         check_sequence(self.parallel, self.data.seq_length)
+        if self.data.spans is not None:
+            check_sequence(self.parallel, self.data.spans.target_length)
         self.recompute.check(self.model, self.parallel)
         if self.low_precision is not None:
             self.low_precision.check(self.model)
@@ -333,6 +335,11 @@ class TrainConfig:
             bool(model.layers_with("E")) or (lanes == 1 and dispatcher == _DISPATCHER),
             f"{asked} is for tokens on their way to experts, and the model has none: use "
             + ("1" if lanes > 1 else _DISPATCHER),
+        )
+        _require(
+            bool(model.layers_with("E")) or not self.parallel.overlap_expert_exchange,
+            "parallel.overlap_expert_exchange is for tokens on their way to experts, and the model "
+            "has none: leave it out",
         )
         _require(
             self.precision == "fp16" or self.loss_scale == LossScaleConfig(),
@@ -371,12 +378,19 @@ class TrainConfig:
                 f"{name} is not a multiple of batch.micro_size="
                 f"{self.batch.micro_size} x dp={parallel.dp} = {unit}: use {advice}"
             )
-        if self.model.num_layers < parallel.pp and parallel.stage_layers is None:
+        layers, stacks = self.model.total_layers, "" if self.model.t5 is None else " of both stacks"
+        if layers < parallel.pp and parallel.stage_layers is None:
             raise ValueError(
-                f"model.num_layers={self.model.num_layers} is fewer than pp={parallel.pp}: "
-                f"use pp {self.model.num_layers} or less"
+                f"model.num_layers={layers}{stacks} is fewer than pp={parallel.pp}: "
+                f"use pp {layers} or less"
             )
-        parallel.place_layers(self.model.num_layers)
+        parallel.place_layers(layers)
+        _require(
+            final > unit or not parallel.overlap_expert_exchange,
+            f"parallel.overlap_expert_exchange needs another micro-batch to compute, and "
+            f"batch.global_size={final} is one of each replica (micro_size x dp = {unit}): use "
+            f"global_size {2 * unit} or more, or leave it out",
+        )
         return WorldPlan(parallel=parallel, micro_batches=final // unit)
 
 

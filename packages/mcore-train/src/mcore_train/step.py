@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_models import GPT, AuxiliaryLosses, GlobalCounts, TokenBatch
-from mcore_models.common.moe import ExpertLoads, adapt_routers, expert_loads
+from mcore_models.common.moe import ExpertLoads, adapt_routers, expert_loads, take_turns
 from mcore_parallel import ParallelMesh, RngKey, all_reduce, clip_factor, run_schedule
+from mcore_parallel.expert import Turns
 from mcore_parallel.pipeline import (
     Action,
     DeferredGradients,
@@ -133,6 +134,10 @@ class Step:
         self.weight_gradients = None
         if self.schedule(session.plan.micro_batches).splits_backward:
             self.weight_gradients = DeferredGradients(session.model.parameters())
+        self.turns = None
+        if session.mesh.config.overlap_expert_exchange:
+            self.turns = Turns()
+            take_turns(session.model, self.turns)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The pipeline schedule of a step of so many micro-batches: a batch may grow."""
@@ -170,6 +175,7 @@ class Step:
             line=schedule.line,
             around=self._around,
             weight_gradients=self.weight_gradients,
+            turns=self.turns,
         )
         session.buckets.finish()
         self.loads = expert_loads(model, auxiliary, mesh)
@@ -304,6 +310,7 @@ def pipeline_schedule(mesh: ParallelMesh, micro_batches: int) -> Schedule:
         micro_batches,
         chunks=config.chunks,
         group_size=config.microbatch_group,
+        paired=config.overlap_expert_exchange,
     )
 
 

@@ -93,10 +93,11 @@ def live_chunks(config: ParallelConfig, stage: int, micro_batches: int) -> int:
         return min(m, p)
     if config.schedule == "zb-v":
         return 2 * min(m, p)
+    more = int(config.overlap_expert_exchange)
     if config.schedule == "interleaved" and v > 1:
         largest = _largest_group(m, config.microbatch_group or p, p)
-        return min(v * m, 2 * (p - stage - 1) + (v - 1) * largest + 1)
-    return min(m, p - stage)
+        return min(v * m, 2 * (p - stage - 1) + (v - 1) * largest + 1 + more)
+    return min(m, (p - stage) * (1 + more))
 
 
 def _largest_group(count: int, size: int, least: int) -> int:
@@ -136,8 +137,8 @@ def _simulated(
     """Simulate as many micro-batches as fill the pipeline; more of them repeat its steady state."""
     unit = config.microbatch_group or config.pp
     few = unit + micro_batches % unit
-    if config.schedule == "zb-v":
-        few += unit  # its steady state begins later
+    if config.schedule == "zb-v" or config.overlap_expert_exchange:
+        few += unit  # their steady state begins later
     if config.schedule == "gpipe" or micro_batches <= few + unit:
         return _makespan(config, micro_batches, halves, transfer)
     start = _makespan(config, few, halves, transfer)
@@ -166,12 +167,14 @@ def _makespan(
         return backward if split else backward + weight
 
     asked = config.schedule, config.pp, micro_batches, config.chunks, config.microbatch_group
-    return simulate(_schedule(*asked), duration).makespan
+    return simulate(_schedule(*asked, paired=config.overlap_expert_exchange), duration).makespan
 
 
 @lru_cache(maxsize=8)
 def _schedule(
-    kind: str, stages: int, micro_batches: int, chunks: int, group: int | None
+    kind: str, stages: int, micro_batches: int, chunks: int, group: int | None, *, paired: bool
 ) -> Schedule:
     """The same schedule serves with and without messages, and layouts that differ elsewhere."""
-    return make_schedule(kind, stages, micro_batches, chunks=chunks, group_size=group)
+    return make_schedule(
+        kind, stages, micro_batches, chunks=chunks, group_size=group, paired=paired
+    )

@@ -21,7 +21,7 @@ from mcore_parallel.expert.linear import ExpertColumnLinear, ExpertRowLinear
 from mcore_parallel.expert.permute import PermuteOp, RowOrder, TorchPermute
 from mcore_parallel.expert.share import join_shares, share_of, take_share
 from mcore_parallel.expert.transit import Transit, start_exchange
-from mcore_parallel.expert.turns import Steps, finish, in_turns
+from mcore_parallel.expert.turns import Steps, Turns, finish, in_turns
 
 __all__ = [
     "DISPATCHERS",
@@ -42,6 +42,7 @@ __all__ = [
     "Steps",
     "TorchPermute",
     "Transit",
+    "Turns",
     "check_dispatch",
     "check_dispatcher",
     "dispatch_cases",

@@ -17,6 +17,7 @@ __all__ = [
     "DISPATCHERS",
     "ENTRY_POINTS",
     "check_dispatcher",
+    "check_overlap",
     "dispatcher_factory",
     "make_dispatcher",
 ]
@@ -48,6 +49,25 @@ def check_lanes(lanes: int, sequence_is_cut: bool, sharding: str) -> None:
         raise ValueError(
             f"lanes = {lanes} with sharding parameters, which are whole only while a layer runs "
             f"alone: use lanes = 1, or sharding gradients"
+        )
+
+
+def check_overlap(*, ep: int, lanes: int, overlap: bool, sharding: str) -> None:
+    """Raise ValueError where tokens cannot travel while another micro-batch is computed."""
+    what = "overlap_expert_exchange"
+    if ep == 1:
+        raise ValueError(f"{what} with ep = 1, where no tokens travel: use ep ≥ 2, or leave it out")
+    if not overlap:
+        raise ValueError(f"{what} with overlap = 0, which waits at once: use overlap = 1")
+    if lanes > 1:
+        raise ValueError(
+            f"{what} with lanes = {lanes}, parts of one micro-batch in the place of two "
+            f"micro-batches: use lanes = 1, or leave {what} out"
+        )
+    if sharding == "parameters":
+        raise ValueError(
+            f"{what} with sharding parameters, which are whole only while a layer runs alone: use "
+            f"sharding gradients, or leave it out"
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["F", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -32,16 +32,19 @@ class Action:
     kind: F forward; B backward (only its input-gradient half when the schedule has W actions,
     which are the weight-gradient half); SEND_F and RECV_F pass activations on, SEND_B and RECV_B
     gradients back. stage: who does it. chunk: which of the stage's chunks. micro_batch: for which
-    micro-batch.
+    micro-batch. paired: of a forward: the action after it is the backward of another micro-batch,
+    and the two take turns; how an action is run, so that equality leaves it out.
     """
 
     kind: Kind
     stage: int
     chunk: int
     micro_batch: int
+    paired: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro_batch}"
+        what = f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro_batch}"
+        return f"{what}, paired" if self.paired else what
 
     @property
     def is_send(self) -> bool:
@@ -146,7 +149,10 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """Return the half that evaluation needs."""
         return Schedule(
-            [[action for action in actions if not action.is_backward] for actions in self],
+            [
+                [replace(action, paired=False) for action in actions if not action.is_backward]
+                for actions in self
+            ],
             self.line,
         )
 
@@ -156,12 +162,22 @@ def num_chunks(actions: Sequence[Action]) -> int:
     return 1 + max((action.chunk for action in actions), default=0)
 
 
+def in_units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """Return the actions one by one, but paired forwards with their backwards."""
+    at = 0
+    while at < len(actions):
+        pair = actions[at : at + 2]
+        size = 2 if pair[0].paired and pair[-1].kind == "B" else 1
+        yield tuple(pair[:size])
+        at += size
+
+
 def with_messages(stages: Sequence[Sequence[Action]], line: Line) -> Schedule:
     """Return the schedule of these computing actions (F, B, W) with its sends and receives.
 
-    A result is sent as soon as it is computed. Between two stages messages arrive in the order in
-    which they were sent, so before an action takes one, it receives those sent earlier as well.
-    Then nothing waits for ever unless the computing actions themselves do.
+    A result is sent as soon as it is computed, those of a pair when both are. Between two stages
+    messages arrive in the order in which they were sent, so before an action takes one, it receives
+    those sent earlier as well. Then nothing waits for ever unless the computing actions do.
     """
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by source and target
     for actions in stages:
@@ -174,18 +190,16 @@ def with_messages(stages: Sequence[Sequence[Action]], line: Line) -> Schedule:
     for actions in stages:
         mine: list[Action] = []
         received: set[Action] = set()
-        for action in actions:
-            needed = _needed(action, line)
-            if needed is not None and needed not in received:
-                link = line.partner(needed).stage, needed.stage
-                until = sent[link].index(needed, taken[link]) + 1
-                mine += sent[link][taken[link] : until]
-                received.update(sent[link][taken[link] : until])
-                taken[link] = until
-            mine.append(action)
-            send = _message(action, line)
-            if send is not None:
-                mine.append(send)
+        for unit in in_units(actions):
+            for needed in (_needed(action, line) for action in unit):
+                if needed is not None and needed not in received:
+                    link = line.partner(needed).stage, needed.stage
+                    until = sent[link].index(needed, taken[link]) + 1
+                    mine += sent[link][taken[link] : until]
+                    received.update(sent[link][taken[link] : until])
+                    taken[link] = until
+            mine += unit
+            mine += [send for action in unit if (send := _message(action, line)) is not None]
         result.append(mine)
     return Schedule(result, line)
 

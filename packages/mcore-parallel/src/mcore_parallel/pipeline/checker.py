@@ -25,7 +25,10 @@ def check(schedule: Schedule, *, num_microbatches: int | None = None) -> None:
     Every chunk has one forward of every micro-batch, and one backward (and one weight-gradient
     half) if any action of the schedule is one; every dependency is met on its stage; each send has
     its receive, in the same order between any two stages; neighbouring chunks on one stage need no
-    message but their order; and with blocking receives and buffered sends nothing waits for ever.
+    message but their order; a paired forward stands before the backward of another micro-batch;
+    and with blocking receives and buffered sends nothing waits for ever. All ranks of a stage run
+    one list, and a pair takes turns at places that layers alone decide, so that their collectives
+    are in one order.
     `num_microbatches`: how many are expected; None takes it from the schedule. ValueError names the
     stage, the action and the micro-batch.
     """
@@ -38,6 +41,7 @@ def check(schedule: Schedule, *, num_microbatches: int | None = None) -> None:
     _check_complete(schedule, num_microbatches)
     for actions in schedule:
         _check_local_order(actions, schedule.line)
+        _check_pairs(actions)
     _check_pair_order(schedule)
     simulate(schedule)  # raises when a stage waits for ever
 
@@ -97,6 +101,16 @@ def _check_local_order(actions: Sequence[Action], line: Line) -> None:
             if place.get(needed, -1) > at:
                 of = f" of chunk {needed.chunk}" if needed.chunk != action.chunk else ""
                 raise _fault(action, f"comes before the {needed.kind}{of} that it needs")
+
+
+def _check_pairs(actions: Sequence[Action]) -> None:
+    for action, after in zip_longest(actions, actions[1:]):
+        if not action.paired:
+            continue
+        if action.kind != "F" or after is None or after.kind != "B":
+            raise _fault(action, f"only an F is paired, with a B right after it, not {after}")
+        if after.micro_batch == action.micro_batch:
+            raise _fault(action, f"is paired with the {after}, which may need it")
 
 
 def _needs(action: Action, line: Line) -> Iterator[Action]:

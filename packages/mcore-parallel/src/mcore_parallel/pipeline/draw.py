@@ -17,13 +17,13 @@ def draw_text(found: Simulation) -> str:
     """Return one line for each stage, time running to the right.
 
     Every action begins with its kind, micro-batch and (where a stage has several chunks) a letter
-    for the chunk, and goes on in dashes; dots are idle time. The shortest action has just room for
-    its label, so lines are as long as the schedule.
+    for the chunk, and goes on in dashes; dots are idle time, a plus joins a pair. The shortest
+    action has just room for its label, so lines are as long as the schedule.
     """
     spans = [span for row in found.spans for span in row]
-    several = any(span.action.chunk for span in spans)
+    several = _several(found)
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-    room = max((len(_label(span.action, several)) for span in spans), default=1) + 1
+    room = max((len(_text(span, several)) for span in spans), default=1) + 1
     scale = room / shortest
     width = round(found.makespan * scale)
     margin = len(f"stage {len(found.spans) - 1}")
@@ -33,7 +33,7 @@ def draw_text(found: Simulation) -> str:
         for span in row:
             start, end = round(span.start * scale), round(span.end * scale)
             room = max(0, end - start)
-            cells[start:end] = (_label(span.action, several).ljust(room - 1, "-") + " ")[:room]
+            cells[start:end] = (_text(span, several).ljust(room - 1, "-") + " ")[:room]
         lines.append(f"{f'stage {stage}':<{margin}} |{''.join(cells)}|")
     return "\n".join(lines)
 
@@ -52,7 +52,7 @@ def draw_png(found: Simulation, out: Path, *, title: str = "") -> None:
         raise ValueError(
             'a PNG needs matplotlib: pip install "mcore-parallel[plot]", or draw as text'
         ) from error
-    several = any(span.action.chunk for row in found.spans for span in row)
+    several = _several(found)
     figure = Figure(
         figsize=(
             min(40.0, 3 + 0.28 * max(len(row) for row in found.spans)),
@@ -64,16 +64,17 @@ def draw_png(found: Simulation, out: Path, *, title: str = "") -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     kinds: set[str] = set()
-    shades = 1 + max((span.action.chunk for row in found.spans for span in row), default=0)
+    shades = 1 + max((a.chunk for row in found.spans for span in row for a in _of(span)), default=0)
     for stage, row in enumerate(found.spans):
         for span in row:
-            kinds.add(span.action.kind)
-            axes.barh(
-                stage, span.end - span.start, left=span.start, height=0.9, **_style(span, shades)
-            )
-            middle = (span.start + span.end) / 2
-            text = _label(span.action, several)[1:]
-            axes.text(middle, stage, text, ha="center", va="center", fontsize=6)
+            height = 0.9 / len(_of(span))  # the two of a pair lie one above the other
+            for place, action in enumerate(_of(span)):
+                kinds.add(action.kind)
+                middle = stage + (place + 0.5) * height - 0.45
+                style = _style(action, shades)
+                axes.barh(middle, span.end - span.start, left=span.start, height=height, **style)
+                x, text = (span.start + span.end) / 2, _label(action, several)[1:]
+                axes.text(x, middle, text, ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(found.spans)), [f"stage {s}" for s in range(len(found.spans))])
     axes.set_xlim(0, found.makespan)
     axes.invert_yaxis()
@@ -85,9 +86,21 @@ def draw_png(found: Simulation, out: Path, *, title: str = "") -> None:
     figure.savefig(out, format="png")
 
 
-def _style(span: Span, shades: int) -> dict[str, Any]:
-    alpha = 1.0 - 0.6 * span.action.chunk / shades
-    return {"color": _COLOURS[span.action.kind], "alpha": alpha, "edgecolor": "white"}
+def _of(span: Span) -> tuple[Action, ...]:
+    return (span.action,) if span.beside is None else (span.action, span.beside)
+
+
+def _several(found: Simulation) -> bool:
+    return any(action.chunk for row in found.spans for span in row for action in _of(span))
+
+
+def _style(action: Action, shades: int) -> dict[str, Any]:
+    alpha = 1.0 - 0.6 * action.chunk / shades
+    return {"color": _COLOURS[action.kind], "alpha": alpha, "edgecolor": "white"}
+
+
+def _text(span: Span, several: bool) -> str:
+    return "+".join(_label(action, several) for action in _of(span))
 
 
 def _label(action: Action, several: bool) -> str:

@@ -6,13 +6,15 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from mcore_parallel.expert.turns import Turns
 from mcore_parallel.group import Group
-from mcore_parallel.pipeline.actions import Action, Line
+from mcore_parallel.pipeline.actions import Action, Line, in_units
 from mcore_parallel.pipeline.channel import Channel, Message, Sending
 from mcore_parallel.pipeline.inbox import Inbox, LostError, lost
 from mcore_parallel.pipeline.watch import Watch
@@ -48,6 +50,7 @@ def run_schedule(
     forward_only: bool = False,
     around: Around | None = None,
     weight_gradients: DeferredGradients | None = None,
+    turns: Turns | None = None,
 ) -> list[Tensor]:
     """Run this rank's actions of a schedule and return the outputs of the last chunk.
 
@@ -59,6 +62,8 @@ def run_schedule(
     that belongs to the backward pass, and record no graph. around: wraps every computing action, so
     that gradient buckets know which backward is the last (`GradientBuckets.around`).
     weight_gradients: of the parameters of all chunks; needed when the schedule has W actions.
+    turns: what the layers of the stage take turns by; needed when the schedule has pairs. The
+    forward of a pair then runs in a thread of its own, never at the same time as the backward.
 
     Returns the detached outputs of the last chunk by micro-batch; on stages without it an empty
     list. Gradients accumulate in the parameters. Communicates over the pipeline group only; with
@@ -85,6 +90,11 @@ def run_schedule(
             "the schedule computes weight gradients in actions of their own: pass "
             "weight_gradients=DeferredGradients(parameters), or take a schedule without W actions"
         )
+    if turns is None and not forward_only and any(action.paired for action in actions):
+        raise ValueError(
+            "the schedule pairs forwards with backwards: pass turns=Turns() that the layers were "
+            "given, or take a schedule without pairs"
+        )
     channel.runs += 1
     last = {(action.kind, action.chunk): action for action in actions}
     inbox = Inbox(channel, actions, line)
@@ -101,10 +111,16 @@ def run_schedule(
                 around=around or _nothing_around,
                 weights=weight_gradients,
             )
-            for action in actions:
-                waits_for = line.partner(action).stage if action.is_receive else None
-                with run.guarded(action, waits_for):
-                    run.do(action, last[action.kind, action.chunk] is action)
+            for unit in in_units(actions):
+                parts = [
+                    partial(run.do, action, last[action.kind, action.chunk] is action)
+                    for action in unit
+                ]
+                if turns is not None and len(parts) == 2:
+                    turns.run(*parts)
+                    continue
+                for part in parts:
+                    part()
             for action in list(run.sent):
                 with run.guarded(action, line.partner(action).stage):
                     run.has_left(action)
@@ -216,6 +232,11 @@ class _Run(Generic[M]):
 
     def do(self, action: Action, last: bool) -> None:
         """Carry out one action."""
+        waits_for = self.line.partner(action).stage if action.is_receive else None
+        with self.guarded(action, waits_for):
+            self._do(action, last)
+
+    def _do(self, action: Action, last: bool) -> None:
         if action.is_send:
             peer = self.line.partner(action).stage
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from mcore_parallel.pipeline.actions import Action, Kind, Line, Schedule, with_messages
@@ -27,11 +28,17 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return with_messages(stages, Line(num_stages=num_stages))
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_stages: int, num_microbatches: int, *, paired: bool = False) -> Schedule:
     """Return the 1F1B schedule: after a warm-up every stage alternates forward and backward.
 
     Stage s runs p−s−1 forwards ahead and so keeps the activations of at most p−s micro-batches; the
     bubble is (p−1)/(m+p−1) for equal stages. Source: Narayanan et al. 2021, arXiv:2104.04473.
+
+    With `paired` stage s runs 2(p−s−1) + 1 forwards ahead, and then every forward takes turns with
+    the backward of another micro-batch: tokens of one travel to their experts while the other
+    computes. It keeps the activations of up to 2(p−s) micro-batches; with m ≥ 2p the bubble is
+    the same. Source: the overlap of DeepSeek-AI 2024, arXiv:2412.19437, in one direction, with one
+    copy of the weights.
     ValueError when a number is not positive.
     """
     _positive(num_stages, num_microbatches)
@@ -39,12 +46,18 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     for s in range(num_stages):
         forwards = [Action("F", s, 0, i) for i in range(num_microbatches)]
         backwards = [Action("B", s, 0, i) for i in range(num_microbatches)]
-        stages.append(_alternate(forwards, backwards, num_stages - s - 1))
+        ahead = num_stages - s - 1
+        stages.append(_alternate(forwards, backwards, 2 * ahead if paired else ahead, paired))
     return with_messages(stages, Line(num_stages=num_stages))
 
 
 def interleaved(
-    num_stages: int, num_microbatches: int, *, chunks: int, group_size: int | None = None
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    chunks: int,
+    group_size: int | None = None,
+    paired: bool = False,
 ) -> Schedule:
     """Return interleaved 1F1B: every stage holds v chunks and passes groups through one by one.
 
@@ -53,7 +66,8 @@ def interleaved(
     a last one of their own if they are at least p; else they are spread over the groups, so that
     nobody waits for them. For equal stages the bubble is (p−1)/(v·m+p−1) for every m ≥ p; stage 0
     keeps at most 2(p−1) + (v−1)·g + 1 chunks' activations, where g is the largest group. More
-    micro-batches in a group leave more time for messages, and cost memory.
+    micro-batches in a group leave more time for messages, and cost memory. With `paired`, as in
+    `one_f_one_b`, a stage runs one forward more ahead and keeps as much more.
     Source: Narayanan et al. 2021, arXiv:2104.04473. ValueError when a number is not positive or a
     group is smaller than p.
     """
@@ -65,14 +79,14 @@ def interleaved(
             f"stages, which would wait for itself: use a group size of {num_stages} or more"
         )
     if chunks == 1:
-        return one_f_one_b(num_stages, num_microbatches)
+        return one_f_one_b(num_stages, num_microbatches, paired=paired)
     groups = _groups(num_microbatches, group_size, num_stages)
     ahead = (chunks - 1) * max(len(group) for group in groups)
     stages = []
     for s in range(num_stages):
         forwards = [Action("F", s, c, i) for g in groups for c in range(chunks) for i in g]
         backwards = [Action("B", s, c, i) for g in groups for c in range(chunks)[::-1] for i in g]
-        stages.append(_alternate(forwards, backwards, 2 * (num_stages - s - 1) + ahead))
+        stages.append(_alternate(forwards, backwards, 2 * (num_stages - s - 1) + ahead, paired))
     return with_messages(stages, Line(num_stages=num_stages, num_chunks=chunks))
 
 
@@ -151,6 +165,9 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 )
 """The schedules by the names that configurations use."""
 
+PAIRED = ("1f1b", "interleaved")
+"""Those that can pair a forward with the backward of another micro-batch."""
+
 
 def make_schedule(
     kind: str,
@@ -159,19 +176,26 @@ def make_schedule(
     *,
     chunks: int = 1,
     group_size: int | None = None,
+    paired: bool = False,
 ) -> Schedule:
     """Return the schedule of a name in `SCHEDULES`.
 
     chunks: how many each stage holds; 2 or more for interleaved, 2 for zb-v, 1 for the others.
-    group_size: of interleaved. ValueError says which values fit.
+    group_size: of interleaved. paired: of 1f1b and interleaved. ValueError says which values fit.
     """
-    check_kind(kind, chunks=chunks, group_size=group_size)
+    check_kind(kind, chunks=chunks, group_size=group_size, paired=paired)
     if kind == "interleaved":
-        return interleaved(num_stages, num_microbatches, chunks=chunks, group_size=group_size)
+        return interleaved(
+            num_stages, num_microbatches, chunks=chunks, group_size=group_size, paired=paired
+        )
+    if kind == "1f1b":
+        return one_f_one_b(num_stages, num_microbatches, paired=paired)
     return SCHEDULES[kind](num_stages, num_microbatches)
 
 
-def check_kind(kind: str, *, chunks: int, group_size: int | None = None) -> None:
+def check_kind(
+    kind: str, *, chunks: int, group_size: int | None = None, paired: bool = False
+) -> None:
     """Check what can be checked of `make_schedule`'s arguments without sizes; ValueError."""
     if kind not in SCHEDULES:
         near = difflib.get_close_matches(kind, SCHEDULES, n=1)
@@ -190,14 +214,24 @@ def check_kind(kind: str, *, chunks: int, group_size: int | None = None) -> None
             f"schedule {kind} has no groups of micro-batches: leave out {group_size}, "
             f"or use schedule interleaved"
         )
+    if paired and kind not in PAIRED:
+        raise ValueError(
+            f"schedule {kind} has no pairs of a forward and another micro-batch's backward: use "
+            f"schedule {' or '.join(PAIRED)}"
+        )
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then the rest."""
-    ahead = min(ahead, len(forwards))
+def _alternate(
+    forwards: list[Action], backwards: list[Action], ahead: int, paired: bool = False
+) -> list[Action]:
+    """`ahead` forwards, then one forward and one backward in turn, then the rest.
+
+    Pairs need one forward more ahead: that of the last chunk of all is followed by its backward.
+    """
+    ahead = min(ahead + paired, len(forwards))
     actions = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        actions += [forward, backward]
+        actions += [replace(forward, paired=paired), backward]
     return actions + backwards[len(forwards) - ahead :]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.pipeline.actions import Action, Schedule
+from mcore_parallel.pipeline.actions import Action, Schedule, in_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,13 +13,15 @@ class OpTimes:
     """The duration of an action by its kind, the same on every stage and chunk; any unit.
 
     forward, backward, weight: of F, B and W (backward is the input-gradient half alone where the
-    schedule has W actions). transfer: from a send until the other side has the message; the sender
-    goes on meanwhile.
+    schedule has W actions). exchange: the part of a forward, and of a backward, in which tokens
+    travel to experts and back. transfer: from a send until the other side has the message; the
+    sender goes on meanwhile.
     """
 
     forward: float = 1.0
     backward: float = 2.0
     weight: float = 0.0
+    exchange: float = 0.0
     transfer: float = 0.0
 
     def __call__(self, action: Action) -> float:
@@ -30,6 +32,11 @@ class OpTimes:
             return self.transfer
         return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
 
+    @property
+    def hidden(self) -> float:
+        """What a pair saves: each computes while tokens of the other travel."""
+        return min(2 * self.exchange, self.forward, self.backward)
+
 
 def chunk_times(
     schedule: Schedule,
@@ -37,38 +44,42 @@ def chunk_times(
     forward: float = 1.0,
     backward: float = 1.0,
     weight: float = 1.0,
+    exchange: float = 0.0,
     transfer: float = 0.0,
 ) -> OpTimes:
     """Return the durations of a schedule's actions from those of a whole stage.
 
     forward, backward (its input-gradient half), weight (its weight-gradient half): of all layers of
     a stage, of which each chunk has an equal part. Without W actions a B does both halves.
+    exchange: how much longer forward and backward take because tokens travel to experts and back.
     Schedules of different kinds are compared under equal arguments.
     """
     chunks = schedule.line.num_chunks
     split = schedule.splits_backward
     return OpTimes(
-        forward=forward / chunks,
-        backward=(backward if split else backward + weight) / chunks,
+        forward=(forward + exchange) / chunks,
+        backward=((backward if split else backward + weight) + exchange) / chunks,
         weight=weight / chunks if split else 0.0,
+        exchange=exchange / chunks,
         transfer=transfer,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One computing action and when it runs."""
+    """One computing action and when it runs; of a pair `action` is the forward."""
 
     action: Action
     start: float
     end: float
+    beside: Action | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """What `simulate` found.
 
-    spans: the computing actions of every stage, in order. makespan: end of the last one.
+    spans: the computing actions of every stage, in order, pairs as one. makespan: end of the last.
     peak_activations: for every stage the largest number of forwards, counted by chunk and
     micro-batch, whose backward (weight-gradient half included) was not done yet.
     """
@@ -94,10 +105,13 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
 
     Every stage does its actions one after another; a send costs the stage nothing and arrives
     `duration(send)` later; a receive waits for it. `duration`: any function of the action (stages
-    and chunks may differ); None means `OpTimes()`, a backward twice as long as a forward.
+    and chunks may differ); None means `OpTimes()`, a backward twice as long as a forward. A pair
+    takes as long as both of its actions, less what `OpTimes` has them hide of each other.
     ValueError when the schedule deadlocks.
     """
     duration, line = duration or OpTimes(), schedule.line
+    hidden = duration.hidden if isinstance(duration, OpTimes) else 0.0
+    units = [list(in_units(actions)) for actions in schedule]
     clock = [0.0] * len(schedule)
     at = [0] * len(schedule)
     arrival: dict[Action, float] = {}
@@ -105,9 +119,9 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
     moved = True
     while moved:
         moved = False
-        for stage, actions in enumerate(schedule):
-            while at[stage] < len(actions):
-                action = actions[at[stage]]
+        for stage, mine in enumerate(units):
+            while at[stage] < len(mine):
+                action, *beside = mine[at[stage]]
                 if action.is_receive:
                     if action not in arrival:
                         break
@@ -115,11 +129,16 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
                 elif action.is_send:
                     arrival[line.partner(action)] = clock[stage] + duration(action)
                 else:
-                    start, clock[stage] = clock[stage], clock[stage] + duration(action)
-                    spans[stage].append(Span(action=action, start=start, end=clock[stage]))
+                    start, took = clock[stage], duration(action)
+                    for other in beside:
+                        took += duration(other) - hidden
+                    clock[stage] = start + took
+                    other = beside[0] if beside else None
+                    span = Span(action=action, start=start, end=start + took, beside=other)
+                    spans[stage].append(span)
                 at[stage] += 1
                 moved = True
-    stuck = [actions[i] for actions, i in zip(schedule, at, strict=True) if i < len(actions)]
+    stuck = [mine[i][0] for mine, i in zip(units, at, strict=True) if i < len(mine)]
     if stuck:
         waits = "; ".join(
             f"stage {a.stage} waits for stage {line.partner(a).stage} in {a}" for a in stuck

@@ -2,7 +2,7 @@
 
 from mcore_models.common.moe.balance import BALANCE_LOSS, Z_LOSS, auxiliary_names
 from mcore_models.common.moe.experts import Experts
-from mcore_models.common.moe.layer import MoE
+from mcore_models.common.moe.layer import MoE, take_turns
 from mcore_models.common.moe.load import ExpertLoads, adapt_routers, expert_loads
 from mcore_models.common.moe.replay import RouterRecord, recorded, replayed
 from mcore_models.common.moe.router import Router, Routing
@@ -23,4 +23,5 @@ __all__ = [
     "expert_loads",
     "recorded",
     "replayed",
+    "take_turns",
 ]

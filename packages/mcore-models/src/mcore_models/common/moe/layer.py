@@ -31,6 +31,7 @@ from mcore_parallel.expert import (
     DispatcherFactory,
     PermuteOp,
     Steps,
+    Turns,
     dispatcher_factory,
     finish,
     join_shares,
@@ -89,6 +90,7 @@ class MoE(nn.Module):
             permute=self._permute,
             overlap=mesh.config.overlap,
         )
+        self.turns: Turns | None = None
         self._mesh = mesh
         self._is_cut = build.sequence_parallel
 
@@ -98,7 +100,9 @@ class MoE(nn.Module):
         With `context.in_turns` the steps to it, which yield while tokens travel.
         """
         steps = self._steps(hidden, context)
-        return steps if context.in_turns else finish(steps)
+        if context.in_turns:
+            return steps
+        return finish(steps) if self.turns is None else self.turns.finish(steps)
 
     def _steps(self, hidden: Tensor, context: TokenContext) -> Steps[Tensor]:
         mesh, moe = self._mesh, self.config
@@ -120,20 +124,32 @@ class MoE(nn.Module):
         latent = mine if moe.latent_size is None else self.latent_down(mine)
         sent = self._dispatch(latent, experts, routing.weights)
         shared = self._shared(hidden, context)
+        mark = self._mark(latent)
         yield
         arrived = sent.wait()
-        rows, counts = arrived.rows, arrived.counts
+        rows, counts = self._after(mark, arrived.rows), arrived.counts
         if size is None:
             outputs = self.experts(rows, counts)
         else:
             outputs = padded_experts(self.experts, rows, counts, size, self._permute)
         returning = arrived.combine(outputs)
+        mark = self._mark(outputs)
         yield
-        out = cast(Tensor, _UpToHere.apply(returning.wait()))  # type: ignore[no-untyped-call]
+        out = self._after(mark, returning.wait())
+        out = cast(Tensor, _UpToHere.apply(out))  # type: ignore[no-untyped-call]
         out = out if moe.latent_size is None else self.latent_up(out)
         out = self._attach_losses(out, routing, tokens, context)
         out = out if self._is_cut else join_shares(out, mesh.tp, context.batch.num_tokens)
         return out if shared is None else out + shared
+
+    def _mark(self, x: Tensor) -> Tensor | None:
+        return None if self.turns is None else self.turns.mark(x)
+
+    def _after(self, mark: Tensor | None, received: Tensor) -> Tensor:
+        """Where a backward pass waits for tokens, the forward pass it is paired with goes on."""
+        if self.turns is None or mark is None:
+            return received
+        return self.turns.after(mark, received)
 
     def _shared(self, hidden: Tensor, context: TokenContext) -> Tensor | None:
         """What every token gets."""
@@ -185,6 +201,13 @@ class _UpToHere(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         _ = ctx.saved_tensors
         return grad
+
+
+def take_turns(model: nn.Module, turns: Turns) -> None:
+    """Let the expert layers of a model take turns where tokens travel; see `Turns`."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.turns = turns
 
 
 def _replica_mates(mesh: ParallelMesh) -> int:
