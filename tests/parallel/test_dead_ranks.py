@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mcore_parallel import CollectiveError, Group, ParallelConfig, ParallelMesh, _torch, faults
 from mcore_parallel._call import Call
-from mcore_parallel.collectives import all_reduce, reduce_scatter_into
+from mcore_parallel.collectives import all_reduce, receive_into, reduce_scatter_into, send_to
 from mcore_parallel.context import RingAttention
 from mcore_parallel.expert import start_exchange
 from mcore_parallel.testing import RankPool
@@ -109,6 +109,35 @@ def test_the_error_can_be_pickled(ranks: RankPool) -> None:
     )
 
 
+def one_after_another() -> list[str]:
+    """What this rank says of two faults: in the first rank 1 does not come, then rank 0."""
+    said: list[str] = []
+    store, me = _torch.default_store(), dist.get_rank()
+    with mock.patch.dict(faults._NOTICE, {True: 0.5}):
+        for absent in (1, 0):
+            mesh = ParallelMesh.create(
+                ParallelConfig(tp=2), timeout=datetime.timedelta(seconds=TIMEOUT)
+            )
+            assert mesh is not None
+            over = f"the rank that waited for {absent} has given up"
+            if me == absent:
+                store.wait([over], datetime.timedelta(seconds=60))
+            else:
+                try:
+                    all_reduce(torch.ones(3), mesh.tp)
+                except CollectiveError as error:
+                    said.append(error.reason)
+                store.set(over, "1")
+            mesh.close()
+    return said
+
+
+def test_two_faults_are_told_apart(ranks: RankPool) -> None:
+    """What a rank told of the first is not taken for the reason of the second."""
+    gone = "timed out: rank {} has not come, and not failed either"
+    assert ranks.run(one_after_another, 2) == [[gone.format(1)], [gone.format(0)]]
+
+
 class Lost:
     """A communication with a rank that is gone, as torch gives it."""
 
@@ -117,7 +146,7 @@ class Lost:
 
 
 def test_exchanges_under_way_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of experts and of rings, which start their messages themselves."""
+    """Those of experts and of rings, which start their messages themselves, and single ones."""
 
     def named(operation: str, group: Group, error: RuntimeError) -> CollectiveError:
         return CollectiveError(group.rank, operation, group.name, "gone")
@@ -131,6 +160,12 @@ def test_exchanges_under_way_name_the_rank(monkeypatch: pytest.MonkeyPatch) -> N
     x, bounds = torch.ones(2, 1, 4), torch.tensor([0, 2])
     with pytest.raises(CollectiveError, match="start_exchange over cp: gone"):
         start_exchange(x, group, [1, 1], [1, 1]).wait()
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: Lost())
+    monkeypatch.setattr(dist, "irecv", lambda *_, **__: Lost())
+    with pytest.raises(CollectiveError, match="send_to rank 1 over cp: gone"):
+        send_to(x, 1, group).wait()
+    with pytest.raises(CollectiveError, match="receive_into from rank 1 over cp: gone"):
+        receive_into(x, 1, group).wait()
     with pytest.raises(CollectiveError, match="ring attention over cp: gone"):
         RingAttention(group)(
             x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=2, max_seqlen_k=2

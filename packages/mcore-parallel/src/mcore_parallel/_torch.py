@@ -92,6 +92,7 @@ def new_process_group(
     if rank not in ranks:
         raise ValueError(f"group {label!r}: rank {rank} is not one of its ranks {list(ranks)}")
     members = "_".join(map(str, ranks))
+    withdraw_fault()
     generation = store.add(f"mcore/{label}/{members}/{rank}", 1)
     helper: Any = c10d._new_process_group_helper
     with _without_bound_device(default):
@@ -138,6 +139,16 @@ def _default_timeout(backend: str) -> datetime.timedelta:
     return timeout
 
 
+def send(x: torch.Tensor, dst: int, pg: dist.ProcessGroup) -> Any:
+    """Start sending the contiguous `x` to the global rank `dst`."""
+    return dist.isend(bits(x), dst=dst, group=pg)
+
+
+def receive(out: torch.Tensor, src: int, pg: dist.ProcessGroup) -> Any:
+    """Start receiving into the contiguous `out` what the global rank `src` sends."""
+    return dist.irecv(bits(out), src=src, group=pg)
+
+
 def has_cpu_backend(pg: dist.ProcessGroup) -> bool:
     """Whether `pg` moves CPU tensors (a gloo group, or a mixed one)."""
     return "cpu:" in dist.get_backend_config(pg)
@@ -146,6 +157,22 @@ def has_cpu_backend(pg: dist.ProcessGroup) -> bool:
 def default_store() -> Any:
     """Return the store of the current world, through which its ranks found each other."""
     return c10d._get_default_store()
+
+
+def fault_key(rank: int) -> str:
+    """Under what a rank tells the others of a fault, in the store of the world."""
+    return f"mcore/fault/{rank}"
+
+
+def withdraw_fault() -> None:
+    """Take back what this rank told of a fault: it makes groups anew, so that one is over.
+
+    Nobody can be in a group with this rank before that, and read of the old fault in a new one.
+    """
+    store: Any = c10d._get_default_store()
+    key = fault_key(dist.get_rank())
+    if store.check([key]):
+        store.delete_key(key)
 
 
 def break_connections(pg: dist.ProcessGroup) -> None:

@@ -234,16 +234,22 @@ def send_to(x: Tensor, dst: int, group: Group) -> Work:
     """Start sending the contiguous `x` to rank `dst` of the group."""
     check_peer(dst, group, "send_to")
     check_buffer(x, "send_to", "x")
-    work: Work = dist.isend(_torch.bits(x), dst=group.ranks[dst], group=group.process_group)  # type: ignore[assignment]
-    return work
+    rank = group.ranks[dst]
+    operation = f"send_to rank {rank}"
+    with guarded(operation, group):
+        work = _torch.send(x, rank, group.process_group)
+    return GuardedWork(work, operation, group)
 
 
 def receive_into(out: Tensor, src: int, group: Group) -> Work:
     """Start receiving into the contiguous `out` what rank `src` of the group sends."""
     check_peer(src, group, "receive_into")
     check_buffer(out, "receive_into", "out")
-    work: Work = dist.irecv(_torch.bits(out), src=group.ranks[src], group=group.process_group)  # type: ignore[assignment]
-    return work
+    rank = group.ranks[src]
+    operation = f"receive_into from rank {rank}"
+    with guarded(operation, group):
+        work = _torch.receive(out, rank, group.process_group)
+    return GuardedWork(work, operation, group)
 
 
 # --- with gradients ---------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from mcore_parallel.group import Group
 _STORE = 5.0  # seconds in which the store has to answer a rank in trouble
 _NOTICE = {True: 3.0, False: 1.0}  # seconds for the others to say that they failed, too, when late
 _POLL = 0.05
-_RECENT = 3600.0  # seconds after which a report is of another fault
 
 T = TypeVar("T")
 
@@ -87,9 +86,12 @@ def _named(operation: str, group: Group, error: RuntimeError) -> CollectiveError
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What a rank in trouble tells the others: when, in what, and who is at the root of it."""
+    """What a rank in trouble tells the others: in what, and who is at the root of it.
 
-    at: float
+    It stands until the rank makes groups again (`_torch.withdraw_fault`): one in which something
+    failed cannot be used any more, so that no report is of an earlier fault than the group's.
+    """
+
     doing: str
     root: str | None = None
 
@@ -158,22 +160,18 @@ class _Inquiry:
             time.sleep(_POLL)
 
     def _tell(self, root: str | None) -> None:
-        report = _Report(at=time.time(), doing=self._doing, root=root)
+        report = _Report(doing=self._doing, root=root)
         with contextlib.suppress(RuntimeError):
-            self._store.set(_key(self._me), json.dumps(asdict(report)))
+            self._store.set(_torch.fault_key(self._me), json.dumps(asdict(report)))
 
     def _heard(self, rank: int) -> _Report | None:
         try:
-            if not self._store.check([_key(rank)]):
+            key = _torch.fault_key(rank)
+            if not self._store.check([key]):
                 return None
-            report = _Report(**json.loads(self._store.get(_key(rank))))
+            return _Report(**json.loads(self._store.get(key)))
         except RuntimeError:  # the store went down with its rank
             return None
-        return report if time.time() - report.at < _RECENT else None
-
-
-def _key(rank: int) -> str:
-    return f"mcore/fault/{rank}"
 
 
 def _ranks(ranks: list[int]) -> str:

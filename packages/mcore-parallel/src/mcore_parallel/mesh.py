@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mcore_parallel import _torch
 from mcore_parallel.axes import AxisView
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.group import Group
@@ -157,6 +158,8 @@ class ParallelMesh:
         config = config.resolve(len(ranks))
         if mine not in ranks:
             return None
+        if ready:
+            _torch.withdraw_fault()
         device = _device(device)
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         rank = ranks.index(mine)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel import _torch
-from mcore_parallel.collectives import Work, receive_into, send_to
+from mcore_parallel.collectives import Work
 from mcore_parallel.group import Group
 
 _DTYPES = (
@@ -133,11 +133,11 @@ class Channel:
             )
         sizes = list(tensor.shape) + [0] * (_MAX_DIMS - tensor.dim())
         tensors = [torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *sizes])]
-        header = send_to(tensors[0], stage, self._headers)
+        header = self._send(tensors[0], stage, self._headers)
         payload = None
         if tensor.numel():
             tensors.append(tensor.detach().contiguous())
-            payload = send_to(tensors[1], stage, self._link(self.group.rank, stage))
+            payload = self._send(tensors[1], stage, self._link(self.group.rank, stage))
         while self._sent and self._sent[0].is_done:
             self._sent.popleft()
         self._sent.append(Sending(header, payload, tensors))
@@ -149,13 +149,13 @@ class Channel:
         It waits as long as it takes. One thread at a time receives from a stage.
         """
         header = torch.empty(_HEADER, dtype=torch.int64)
-        work: Any = receive_into(header, stage, self._headers)
+        work = self._receive(header, stage, self._headers)
         work.wait(_LONG)
         dtype, dims, *sizes = header.tolist()
         out = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=self.device)
         if not out.numel():
             return Message(out, None)
-        return Message(out, receive_into(out, stage, self._link(stage, self.group.rank)))
+        return Message(out, self._receive(out, stage, self._link(stage, self.group.rank)))
 
     def flush(self) -> None:
         """Return when everything sent has left."""
@@ -186,6 +186,13 @@ class Channel:
     ) -> None:
         if error is None:  # after a fault the others may never come to close with us
             self.close()
+
+    # Not `send_to` and `receive_into`: the stages' own reports say who is at the root of a fault.
+    def _send(self, x: Tensor, stage: int, group: Group) -> Any:
+        return _torch.send(x, group.ranks[stage], group.process_group)
+
+    def _receive(self, out: Tensor, stage: int, group: Group) -> Any:
+        return _torch.receive(out, group.ranks[stage], group.process_group)
 
     def _link(self, source: int, target: int) -> Group:
         return self._up if source < target else self._down
