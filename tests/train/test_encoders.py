@@ -92,8 +92,7 @@ def from_files(family: str, prefix: Path, **fields: Any) -> TrainConfig:
         ("bert", "tp=2,dp=2", "none"),
         ("bert", "tp=2,sp,pp=2", "full"),
         ("bert", "dp=2,zero=3", "selective"),
-        ("t5", "tp=2,dp=2", "none"),
-        ("t5", "tp=2,sp", "none"),
+        ("t5", "tp=2,sp,pp=2", "full"),
         ("t5", "dp=2,zero=3", "none"),
     ],
 )
@@ -213,15 +212,22 @@ def test_what_a_config_refuses(family: str, data: dict[str, Any], message: str) 
 
 
 @pytest.mark.parametrize(
-    ("family", "axis", "message"),
+    ("family", "parallel", "message"),
     [
-        ("t5", "pp", "runs on tp and dp alone, not on pp=2"),
-        ("t5", "cp", "runs on tp and dp alone, not on cp=2"),
-        ("bert", "cp", "cannot be cut over cp=2"),
+        ("t5", {"pp": 6}, "num_layers=4 of both stacks is fewer than pp=6: use pp 4 or less"),
+        ("t5", {"cp": 3}, r"cp=3: 4 heads with a bias .* over 3 ranks: use 2 or 4"),
+        ("bert", {"cp": 3, "context_kind": "all-to-all"}, "4 query and 4 kv heads cannot .* 3"),
     ],
 )
-def test_layouts_that_are_refused(family: str, axis: str, message: str) -> None:
-    config = run(family, parallel={axis: 2}, batch={"global_size": 4, "micro_size": 2})
-    mesh = ParallelMesh.arithmetic(config.parallel, world_size=2, rank=0)
+def test_layouts_that_are_refused(family: str, parallel: dict[str, Any], message: str) -> None:
+    config = run(family, parallel=parallel)
+    size = config.parallel.model_size
+    mesh = ParallelMesh.arithmetic(config.parallel, world_size=size, rank=0)
     with pytest.raises(ValueError, match=message):
         build_session(config, mesh)
+
+
+def test_a_text_to_write_that_ranks_cannot_share() -> None:
+    data = {"mock": False, "train": "x", "seq_length": 12, **DATA["t5"]}
+    with pytest.raises(ValueError, match=r"length 9 cannot be cut .*nearest valid lengths: 8 and"):
+        run("t5", data=data, parallel={"cp": 2})

@@ -69,7 +69,7 @@ def test_an_error_ends_one_combination_and_not_the_others(
         ("--matrix small --train-steps 2", "--train-steps is for a --config"),
         ("--matrix small --seed 3", "--seed is for a --config"),
         ("--matrix small --part 3/2", "part '3/2' is not of the form I/N"),
-        ("--matrix small --family bert", "family 'bert': known are gpt, moe, hybrid"),
+        ("--matrix small --family gtp", "family 'gtp': known are gpt, moe, hybrid, bert, t5"),
         ("--config tiny --layout tp=2 --part 1/2", "--part is for --matrix"),
         ("--config tiny", "--config needs at least one --layout"),
         ("--config tiny --layout tp=2 --train-steps 0", "--train-steps 0 must be at least 1"),

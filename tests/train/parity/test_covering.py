@@ -19,7 +19,8 @@ def cells() -> list[Cell]:
 
 def impossible() -> set[frozenset[Value]]:
     """Pairs that are refused, or in which one value says nothing beside the other."""
-    pairs = [(("family", "gpt"), ("experts", value)) for value in AXES["experts"] if value]
+    dense = ("gpt", "bert", "t5")
+    pairs = [(("family", f), ("experts", value)) for f in dense for value in AXES["experts"][1:]]
     pairs += [(("pipeline", one), ("level", other)) for one in SPLIT for other in TOGETHER]
     pairs += [(("tensor", value), ("recompute", "spread")) for value in ("", "tp=2,sp")]
     pairs += [(("tensor", ""), ("experts", AXES["experts"][2]))]
@@ -44,7 +45,7 @@ def test_they_are_few_small_and_not_refused(cells: list[Cell]) -> None:
     assert [cell.refusal for cell in cells if cell.refusal] == []
     assert not any(cell.is_vacuous for cell in cells)
     families = [sum(cell["family"] == family for cell in cells) for family in AXES["family"]]
-    assert min(families) >= len(cells) // 4
+    assert min(families) >= len(cells) // 6
 
 
 def test_the_same_combinations_every_time(cells: list[Cell]) -> None:

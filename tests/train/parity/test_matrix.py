@@ -43,8 +43,9 @@ def test_a_combination_equals_one_process(matrix: Matrix, cell: Cell) -> None:
     assert sum(d.kind == "loss" for d in compared) == STEPS
     found = [d.name for d in compared if d.kind == "auxiliary"]
     balanced = [name for name in found if name.startswith("moe_balance_loss")]
-    assert len(found) - len(balanced) == (STEPS if cell["family"] == "moe" else 0)  # mtp_loss_0
-    wanted = [] if cell["family"] == "gpt" else [f"step {i}" for i in range(STEPS)]
+    others = {name.partition(" of ")[0] for name in found if name not in balanced}
+    assert others == {"moe": {"mtp_loss_0"}, "bert": {"pair_loss"}}.get(cell["family"], set())
+    wanted = [f"step {i}" for i in range(STEPS)] if cell["family"] in ("moe", "hybrid") else []
     assert [name.partition(" of ")[2] for name in balanced] == wanted
 
 
@@ -64,6 +65,12 @@ def test_families_have_what_training_might_stumble_over(matrix: Matrix, family: 
             "layers.0.mamba.a_log",
             "layers.2.delta_net.a_log",
             "layers.1.moe.experts.down.bias",
+        ],
+        "bert": ["token_type_embedding.weight", "binary_head.weight", "lm_head.dense.weight"],
+        "t5": [
+            "encoder.relative_bias.weight",
+            "decoder.relative_bias.weight",
+            "decoder.layers.0.cross_attention.k.weight",
         ],
     }
     assert len(found.gradients) > 25
@@ -157,7 +164,7 @@ def test_parts_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {cell.values for part in parts for cell in part} == {cell.values for cell in CELLS}
     assert sum(map(len, parts)) == len(CELLS)
     assert {cell["family"] for cell in choose_cells("small", family="hybrid")} == {"hybrid"}
-    with pytest.raises(ValueError, match="family 'gtp': known are gpt, moe, hybrid"):
+    with pytest.raises(ValueError, match="family 'gtp': known are gpt, moe, hybrid, bert, t5"):
         choose_cells("small", family="gtp")
     for part in ("0/3", "4/3", "2", "a/b"):
         with pytest.raises(ValueError, match="not of the form I/N"):

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
-from mcore_models import check_layout
+from mcore_models import ModelConfig, check_layout
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, RngKey
 from mcore_train.config import TrainConfig
@@ -23,7 +23,7 @@ RECOMPUTE: Mapping[str, RecomputeConfig] = {
     "selective": RecomputeConfig(mode="selective", parts=("core_attn", "norm")),
 }
 AXES: Mapping[str, tuple[str, ...]] = {
-    "family": ("moe", "gpt", "hybrid"),
+    "family": ("moe", "gpt", "hybrid", "bert", "t5"),
     "tensor": ("", "tp=2", "tp=2,sp"),
     "context": (
         "",
@@ -134,7 +134,7 @@ class Cell:
         config = dataclasses.replace(
             config,
             parallel=ParallelConfig.parse(self.layout),
-            recompute=RECOMPUTE[self["recompute"]],
+            recompute=_recompute(self["recompute"], config.model),
         )
         plan = config.check_world(self.world_size)
         check_layout(config.model, plan.parallel)
@@ -160,6 +160,15 @@ class Cell:
         """Whether a value says nothing beside the others, or a step has too few samples for it."""
         alone = not self["tensor"] and "etp=1" in self["experts"]
         return alone or self._dp > SAMPLES
+
+
+def _recompute(name: str, model: ModelConfig) -> RecomputeConfig:
+    """What is recomputed under a name; a model that norms sums has no norms before its parts."""
+    found = RECOMPUTE[name]
+    if found.mode == "selective" and model.norm_place == "sum":
+        parts = tuple(part for part in found.parts if part != "norm")
+        found = dataclasses.replace(found, parts=parts)
+    return found
 
 
 def table_matrix() -> Iterator[Cell]:

@@ -101,7 +101,7 @@ class Matrix:
     def __init__(self, pool: RankPool, *, folder: Path | None = None) -> None:
         self.pool = pool
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="mcore-parity-")
-        self._tokens = Path(folder or self._temporary.name) / "documents"  # type: ignore[union-attr]
+        self._folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         self._references: dict[tuple[str, bool], Record] = {}
 
     def __enter__(self) -> Matrix:
@@ -113,19 +113,20 @@ class Matrix:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def tokens(self, packed: bool) -> Path | None:
+    def tokens(self, family: str, packed: bool) -> Path | None:
         """Return the prefix of the packed documents, which are written when first wanted."""
         if not packed:
             return None
-        if not self._tokens.with_suffix(".idx").exists():
-            write_documents(self._tokens)
-        return self._tokens
+        prefix = self._folder / f"documents_{family}"
+        if not prefix.with_suffix(".idx").exists():
+            write_documents(prefix, family)
+        return prefix
 
     def reference(self, family: str, packed: bool) -> Record:
         """Return the run in one process, in which nothing is recomputed."""
         key = family, packed
         if key not in self._references:
-            config = family_config(family, tokens=self.tokens(packed))
+            config = family_config(family, tokens=self.tokens(family, packed))
             found = record(comparable(config), ParallelMesh.single(), STEPS)
             assert found is not None
             self._references[key] = found
@@ -140,7 +141,7 @@ class Matrix:
         if cell.refusal is not None:
             return Outcome(cell=cell)
         reference = self.reference(cell["family"], cell.is_packed)
-        tree = config_to_tree(cell.config(self.tokens(cell.is_packed)))
+        tree = config_to_tree(cell.config(self.tokens(cell["family"], cell.is_packed)))
         start = time.perf_counter()
         found = self.pool.run(record_rank, cell.world_size, tree, STEPS, timeout=timeout)[0]
         report = compare(reference, found, layout=cell.layout, world_size=cell.world_size)

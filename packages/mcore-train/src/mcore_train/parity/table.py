@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from mcore_train.parity.cells import TABLE_AXES, Cell, table_matrix
+from mcore_train.parity.parts import part_table
 
 _FIRST = {
     "tensor": "tp=1",
@@ -35,7 +36,10 @@ class Rule:
 
 
 def combination_tables() -> str:
-    """Return tables in Markdown: the values, which two go together, and what is refused."""
+    """Return tables in Markdown: the values, which two go together, and what is refused.
+
+    Then which axis each part of a layer goes with.
+    """
     cells = list(table_matrix())
     rules = list(find_rules(cells))
     good = sum(cell.refusal is None for cell in cells)
@@ -50,6 +54,7 @@ def combination_tables() -> str:
     for number, rule in enumerate(rules, 1):
         what = " with ".join(_named(axis, value) for axis, value in rule.values.items())
         lines.append(f"| {number} | {what} | {rule.count} | {rule.reason} |")
+    lines += ["", "### Parts of layers", "", *part_table()]
     return "\n".join(lines) + "\n"
 
 
