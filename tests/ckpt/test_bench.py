@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt.bench import BenchReport, run, run_bench
+from mcore_ckpt.bench.cases import Measured
 from mcore_ckpt.bench.disk import drop_cache, name_of
+from mcore_ckpt.bench.memory import forget_peak, peak_bytes
+from mcore_ckpt.bench.run import Ratio
 from mcore_ckpt.cli import main
 from mcore_parallel.testing import RankPool
 
@@ -31,34 +35,59 @@ def test_everything_is_measured_in_one_run(
 
     monkeypatch.setattr(run, "RankPool", pool)
     arguments = ["bench", "--directory", str(tmp_path), "--size", "8MiB", "--ranks", "2"]
-    assert main([*arguments, "--repeats", "2", "--json"]) == 0
+    assert main([*arguments, "--repeats", "2", "--small", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["bytes"]) == (2, 8 << 20)
     assert found["page_cache_dropped"] is True
-    assert len(found["seconds"]) == 11
-    assert all(len(of) == 2 and min(of) >= 0 for of in found["seconds"].values())
-    assert all(min(of) > 0 for name, of in found["seconds"].items() if name != "async stall")
-    assert len(found["ratios"]) == 7
+    for kind in ("seconds", "cpu_seconds"):
+        assert len(found[kind]) == 13
+        assert all(len(of) == 2 and min(of) >= 0 for of in found[kind].values())
+    assert all(min(of) > 0 for of in found["seconds"].values())
+    assert len(found["ratios"]) == 8
+    assert len(found["cpu_ratios"]) == 6
+    assert found["asynchronous_memory"] is None or found["asynchronous_memory"] >= 0
     assert not list(tmp_path.iterdir())
 
 
-def test_ratios_are_of_the_best_turns() -> None:
-    seconds = {
-        name: [2.0, 1.0]
-        for name in ("dcp save", "save flat", "raw read", "dcp load", "load", "load flat")
+def test_ratios_are_of_turns_and_tell_their_spread() -> None:
+    names = ("dcp save", "save flat", "raw read", "dcp load", "load", "load flat")
+    seconds = {name: [2.0, 1.0, 1.0] for name in (*names, "host copy", "first host copy")}
+    seconds |= {
+        "save": [0.5, 4.0, 1.0],
+        "raw write": [0.4, 2.0, 0.9],
+        "save small": [1.0, 2.0, 3.0],
     }
-    seconds |= {"save": [0.5, 4.0], "raw write": [0.4, 0.3], "host copy": [2.0, 2.0]}
-    seconds |= {"async stall": [3.0, 1.0]}
+    seconds |= {"stall": [3.0, 1.0, 0.5], "first stall": [1.0, 1.0, 1.0]}
     report = BenchReport(
-        disk="/dev/root (ext4) at /", num_ranks=4, num_bytes=10**9, cold=False, seconds=seconds
+        disk="/dev/root (ext4) at /",
+        num_ranks=4,
+        num_bytes=10**9,
+        cold=False,
+        measured=Measured(seconds=seconds, cpu=seconds, memory={"first stall": [10**8, 2 * 10**8]}),
     )
-    assert report.ratios["save / DCP"] == 2.0
-    assert report.ratios["save / raw write"] == pytest.approx(0.6)
-    assert report.ratios["asynchronous stall / host copy"] == 0.5
+    assert report.ratios["save / DCP"] == Ratio(median=1.0, low=0.25, high=4.0)
+    assert report.ratios["save / raw write"].median == pytest.approx(0.8)
+    assert report.ratios["asynchronous stall / host copy"] == Ratio(median=1.0, low=0.5, high=1.5)
+    assert report.cpu_ratios["save / DCP"] == report.ratios["save / DCP"]
+    assert report.memory == pytest.approx(0.8)
     lines = report.lines()
     assert lines[0] == "1.00 GB over 4 ranks on /dev/root (ext4) at /; page cache warm"
-    assert f"  {'save':<16}    0.500 s      2000 MB/s" in lines
-    assert f"  {'save / DCP':<32} 2.00" in lines
+    assert any("save small" in line and "MB/s" not in line for line in lines)
+    assert any(line.split()[:3] == ["save", "1.000", "s"] for line in lines)
+    assert any("save / DCP" in line and line.count("1.00  (0.25 to 4.00)") == 2 for line in lines)
+    assert lines[-1].endswith("0.80")
+
+
+def test_a_peak_of_memory(tmp_path: Path) -> None:
+    if forget_peak():
+        before = peak_bytes()
+        held = torch.ones(8 << 20)
+        assert held.nbytes * 0.9 < peak_bytes() - before < held.nbytes * 4
+    (tmp_path / "clear_refs").mkdir()
+    assert not forget_peak(tmp_path)
+    (tmp_path / "status").write_text("VmRSS: 1 kB\n")
+    with pytest.raises(ValueError, match="has no VmHWM"):
+        peak_bytes(tmp_path)
 
 
 @pytest.mark.parametrize(

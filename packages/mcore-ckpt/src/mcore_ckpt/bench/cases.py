@@ -6,6 +6,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mcore_ckpt.asynchronous import AsyncSaver
 from mcore_ckpt.bench.disk import drop_cache
+from mcore_ckpt.bench.memory import forget_peak, peak_bytes
 from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
 from mcore_parallel.collectives import all_gather_object, barrier
@@ -25,63 +28,107 @@ from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 _BLOCK = 8 << 20  # bytes of one write of the raw files
-Seconds = dict[str, list[float]]
+_ODD = 1000  # elements of a vector before the matrices: so no shard ends where a chunk does
+_SMALL = (64, 16)
+_COLD = ("raw read", "dcp load", "load", "load flat")  # from the disk
+Job = Callable[[], float | None]
+Turns = dict[str, list[float]]
 
 
-def measure(folder: Path, num_tensors: int, size: int, repeats: int) -> Seconds:
-    """Measure everything `repeats` times in turn; return wall seconds by what took them.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """By what was measured, a number for each turn.
 
-    num_tensors, size: the state, square float32 matrices, cut in rows over the ranks. Every rank of
-    the world calls it with the same arguments and gets the same answer: of the slowest rank.
+    seconds: of the slowest rank. cpu: seconds of all ranks' processors. memory: by how much a
+    rank's peak rose above what it had, in bytes; the largest. Empty where the system cannot tell.
+    """
+
+    seconds: Turns = field(default_factory=dict)
+    cpu: Turns = field(default_factory=dict)
+    memory: Turns = field(default_factory=dict)
+
+
+def measure(folder: Path, num_tensors: int, size: int, num_small: int, repeats: int) -> Measured:
+    """Measure everything `repeats` times in turn, so that a busy moment meets ours and others.
+
+    num_tensors, size: the state, square float32 matrices, cut in rows over the ranks. num_small:
+    tensors of 4 KiB that are saved by themselves. Every rank of the world calls it with the same
+    arguments and gets the same answer.
     """
     group = Group.world()
-    case = _Case(group, folder, num_tensors, size)
-    seconds: Seconds = {}
-    with AsyncSaver(group) as saver:
-        for turn in range(repeats):
+    case = _Case(group, folder, num_tensors, size, num_small)
+    measured = Measured()
+    for turn in range(repeats):
+        # Its first save gets the memory of the copy, as that of a run does; later ones have it.
+        with AsyncSaver(group) as saver:
             for name, job in case.jobs(saver, turn).items():
-                seconds.setdefault(name, []).append(_timed(job, group))
-            saver.wait()
-            barrier(group)
-            if group.rank == 0:
-                shutil.rmtree(folder / str(turn))
-    return seconds
+                if name in _COLD and group.rank == 0:
+                    drop_cache(folder / str(turn))
+                _measure(measured, name, job, group)
+                saver.wait()
+        barrier(group)
+        if group.rank == 0:
+            shutil.rmtree(folder / str(turn))
+    return measured
 
 
-def _timed(job: Callable[[], float | None], group: Group) -> float:
-    """Return the seconds of the slowest rank (of what the job itself timed, where it did)."""
+def _measure(measured: Measured, name: str, job: Job, group: Group) -> None:
+    """Run a job; its seconds are those that it timed itself, where it did."""
+    knows_peak = forget_peak()
     barrier(group)
-    start = time.perf_counter()
+    before = peak_bytes() if knows_peak else 0
+    start, cpu = time.perf_counter(), time.process_time()
     own = job()
     seconds = time.perf_counter() - start if own is None else own
-    return max(all_gather_object(seconds, group))
+    row = (seconds, time.process_time() - cpu, peak_bytes() - before if knows_peak else -1)
+    rows = all_gather_object(row, group)
+    measured.seconds.setdefault(name, []).append(max(row[0] for row in rows))
+    measured.cpu.setdefault(name, []).append(sum(row[1] for row in rows))
+    if all(row[2] >= 0 for row in rows):
+        measured.memory.setdefault(name, []).append(max(row[2] for row in rows))
 
 
 class _Case:
     """The state of one rank, in rows and in flat shards, and what is done with it."""
 
-    def __init__(self, group: Group, folder: Path, num_tensors: int, size: int) -> None:
+    def __init__(
+        self, group: Group, folder: Path, num_tensors: int, size: int, num_small: int
+    ) -> None:
         self.group = group
         self.folder = folder
-        rows = size // group.size
+        odd = TensorLayout.whole("model/odd", (_ODD,))
         wholes = [TensorLayout.whole(f"model/{i}", (size, size)) for i in range(num_tensors)]
-        values = [torch.full((rows, size), float(i + group.rank)) for i in range(num_tensors)]
-        self.rows = {
-            str(i): LayoutTensor(value, whole.slice(0, rows * group.rank, rows * (group.rank + 1)))
-            for i, (whole, value) in enumerate(zip(wholes, values, strict=True))
+        self.rows = {"odd": LayoutTensor(torch.ones(_ODD), odd.replicated(group.rank, group.size))}
+        for i, whole in enumerate(wholes):
+            layout = self._cut(whole)
+            value = torch.full(layout.shape, float(i + group.rank))
+            self.rows[str(i)] = LayoutTensor(value, layout)
+        bucket = TensorLayout.concat([odd, *(whole.reshaped((whole.numel,)) for whole in wholes)])
+        share = -(-bucket.numel // group.size)
+        low, high = (min(share * rank, bucket.numel) for rank in (group.rank, group.rank + 1))
+        # As many bytes once more, as one flat tensor: what a sharded optimizer holds.
+        self.flat = {
+            "shard": LayoutTensor(torch.full((high - low,), 1.0), bucket.flat_range(low, high))
         }
-        bucket = TensorLayout.concat([whole.reshaped((whole.numel,)) for whole in wholes])
-        share = bucket.numel // group.size
-        layout = bucket.flat_range(share * group.rank, share * (group.rank + 1))
-        # The same bytes once more, as one flat tensor: what a sharded optimizer holds.
-        self.flat = {"shard": LayoutTensor(torch.cat([v.view(-1) for v in values]), layout)}
+        self.small = {}
+        for i in range(num_small):
+            layout = self._cut(TensorLayout.whole(f"model/small.{i}", _SMALL))
+            self.small[str(i)] = LayoutTensor(torch.ones(layout.shape), layout)
         mesh = init_device_mesh("cpu", (group.size,))
         self.state = {
             key: DTensor.from_local(value.tensor, mesh, [Shard(0)], run_check=False)
             for key, value in self.rows.items()
+            if key != "odd"
         }
 
-    def jobs(self, saver: AsyncSaver, turn: int) -> dict[str, Callable[[], float | None]]:
+    def _cut(self, whole: TensorLayout) -> TensorLayout:
+        rows = -(-whole.shape[0] // self.group.size)
+        low, high = (
+            min(rows * rank, whole.shape[0]) for rank in (self.group.rank, self.group.rank + 1)
+        )
+        return whole.slice(0, low, high)
+
+    def jobs(self, saver: AsyncSaver, turn: int) -> dict[str, Job]:
         """Return what is measured in one turn, in order."""
         root = self.folder / str(turn)
         if self.group.rank == 0:
@@ -94,33 +141,26 @@ class _Case:
             for key, value in self.rows.items():
                 kept[key].copy_(value.tensor)
 
-        def stall() -> float:
-            return saver.save(root / "async", step=turn + 1, tensors=self.rows).stalled
-
-        def cold(job: Callable[[], None]) -> Callable[[], float]:
-            return lambda: self._cold(root, job)
+        def stall(step: int) -> float:
+            pending = saver.save(root / "async", step=step, tensors=self.rows, keep_last=1)
+            pending.wait()
+            return pending.stalled
 
         return {
             "raw write": lambda: self._write_raw(raw),
             "dcp save": lambda: self._save_dcp(root / "dcp"),
             "save": lambda: self._save(root / "rows", self.rows),
             "save flat": lambda: self._save(root / "flat", self.flat),
-            "raw read": cold(lambda: _read_raw(raw)),
-            "dcp load": cold(lambda: self._load_dcp(root / "dcp")),
-            "load": cold(lambda: self._load(root / "rows", self.rows)),
-            "load flat": cold(lambda: self._load(root / "rows", self.flat)),
-            "host copy": copy,  # the first touch of the memory
-            "host copy again": copy,
-            "async stall": stall,
+            "save small": lambda: self._save(root / "small", self.small),
+            "raw read": lambda: _read_raw(raw),
+            "dcp load": lambda: self._load_dcp(root / "dcp"),
+            "load": lambda: self._load(root / "rows", self.rows),
+            "load flat": lambda: self._load(root / "rows", self.flat),
+            "first host copy": copy,
+            "first stall": partial(stall, 1),
+            "host copy": copy,
+            "stall": partial(stall, 2),
         }
-
-    def _cold(self, root: Path, job: Callable[[], None]) -> float:
-        if self.group.rank == 0:
-            drop_cache(root)
-        barrier(self.group)
-        start = time.perf_counter()
-        job()
-        return time.perf_counter() - start
 
     def _write_raw(self, path: Path) -> None:
         with path.open("wb", buffering=0) as file:
