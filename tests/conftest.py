@@ -33,6 +33,17 @@ sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `--dist loadfile` keep the order below; its own puts files of few tests last."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, so that two workers end at the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Yield the pool of gloo ranks of this test session."""

@@ -25,6 +25,7 @@ def run(script: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_own_model_learns_the_same_over_two_processes() -> None:
     alone = run("own_model.py")
     assert alone == run("own_model.py", "2", "zero=3")

@@ -13,7 +13,7 @@ import mcore_ckpt
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.pretrain import run_rank
 
-KILLS = 100 if os.environ.get("NIGHTLY") else 10
+KILLS = 100 if os.environ.get("NIGHTLY") else 6
 
 
 def toy_tree(folder: Path, steps: int, *, asynchronous: bool = False) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+# It can do the task after three quarters of the recipe, whose learning rate is constant.
+STEPS = 100 if os.environ.get("NIGHTLY") else 75
 
 
 def command(folder: Path, *words: str) -> str:
@@ -28,7 +30,8 @@ def command(folder: Path, *words: str) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rl")
-    command(folder, "mcore-rl", "train", "--config", str(ROOT / "recipes" / "rl_toy.yaml"))
+    recipe = str(ROOT / "recipes" / "rl_toy.yaml")
+    command(folder, "mcore-rl", "train", "--config", recipe, "--steps", str(STEPS))
     return folder
 
 
@@ -51,7 +54,7 @@ def test_it_learns_the_task(trained: Path) -> None:
 def test_trainer_and_engine_agree_at_every_step(trained: Path) -> None:
     """The same weights give the same log-probabilities on both sides (the ratio of U55 is 1)."""
     steps = rows(trained, "reward")
-    assert [row["step"] for row in steps] == list(range(1, 101))
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     assert max(row["log_prob_difference_max"] for row in steps) < 1e-5
     assert max(row["log_prob_difference_max"] for row in steps) > 0  # two computations, not one
 
@@ -77,8 +80,8 @@ def test_two_tensor_parallel_processes_earn_the_same(trained: Path, tmp_path: Pa
     """Each has half of the trainer and an engine of its own; the first steps are the same."""
     recipe = str(ROOT / "recipes" / "rl_toy.yaml")
     layout = ("--nproc", "2", "--parallel.tp", "2", "--device", "cpu")
-    said = command(tmp_path, "mcore-rl", "train", "--config", recipe, "--steps", "5", *layout)
-    assert said.startswith("trained from step 0 to step 5: reward ")
+    said = command(tmp_path, "mcore-rl", "train", "--config", recipe, "--steps", "3", *layout)
+    assert said.startswith("trained from step 0 to step 3: reward ")
     earned = [row["reward"] for row in rows(tmp_path, "reward")]
-    assert earned == [row["reward"] for row in rows(trained, "reward")[:5]]
+    assert earned == [row["reward"] for row in rows(trained, "reward")[:3]]
     assert max(row["log_prob_difference_max"] for row in rows(tmp_path, "reward")) < 1e-5

@@ -23,7 +23,7 @@ PROMPTS = [
     "Once upon a time, \u00e9t\u00e9 \U0001f600",
 ]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-NEW = 48
+NEW = 24
 
 
 @pytest.fixture(scope="module")
