@@ -120,7 +120,40 @@ def test_common_state_is_a_file_or_an_object(key: str, reshardable: Path) -> Non
         assert all(torch.equal(after[kind][name], value) for name, value in values.items())
 
 
-@pytest.mark.parametrize("groups", ["together", "apart"])
+def test_optimizer_states_that_are_flattened_by_shards(reshardable: Path) -> None:
+    """`fully_sharded_model_space`: [X, Y] in shards of [x, y] is stored as [X/x, Y/y, x·y].
+
+    megatron-core 0.16 refuses to write it, and its documentation says what older ones did.
+    """
+    _, before = read(reshardable)
+    cut = 0
+
+    def flattened(value: torch.Tensor) -> torch.Tensor:
+        nonlocal cut
+        grid = [2 if n % 2 == 0 and n > 2 else 1 for n in value.shape]
+        if value.dim() == 3:  # layers are stacked, each by itself
+            grid[0] = value.shape[0]
+        cut += max(grid) > 1
+        pairs = [
+            n for parts, size in zip(grid, value.shape, strict=True) for n in (parts, size // parts)
+        ]
+        order = [*range(0, len(pairs), 2), *range(1, len(pairs), 2)]
+        return value.reshape(pairs).permute(order).reshape(*grid, -1).contiguous()
+
+    def change(tensors: dict[str, torch.Tensor], objects: dict[str, Any]) -> None:
+        for key in [key for key in tensors if key.startswith("optimizer.state.")]:
+            value = flattened(tensors.pop(key))
+            tensors[key.replace(".state.param.", ".state.fp32_param.")] = value
+
+    _rewrite(reshardable, change)
+    found, after = read(reshardable)
+    assert cut > 10
+    assert found.optimizer_step == 2
+    for kind, values in before.items():
+        assert all(torch.equal(after[kind][name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("groups", ["together", "apart", "by parameter"])
 def test_fsdp_checkpoints_have_the_names_of_modules(groups: str, reshardable: Path) -> None:
     """`fsdp_dtensor`: wrappers before names, gate and rest of gated layers apart."""
     from mcore_ckpt.torchfile import load_file
@@ -136,6 +169,10 @@ def test_fsdp_checkpoints_have_the_names_of_modules(groups: str, reshardable: Pa
         objects["args"], objects["iteration"] = held["args"], 2
         if groups == "apart":
             objects["optimizer.param_groups.0.step"] = 2
+        elif groups == "by parameter":
+            name = "module.module.decoder.final_layernorm.weight"
+            objects[f"optimizer.param_to_group_meta.{name}.lr"] = 1e-3
+            objects[f"optimizer.param_to_group_meta.{name}.step"] = 2
         else:
             objects["optimizer.param_groups"] = [{"lr": 1e-3, "step": 2.0}]
         for stored, value in stacked.items():

@@ -296,11 +296,15 @@ def retain(
 ) -> list[str]:
     """Remove what the committed checkpoint `name` replaces, oldest first; return the names.
 
-    As `replaced` lists it.
+    As `replaced` lists it, but for what somebody else (`prune`) is removing already.
     """
-    removed = replaced(storage, name, keep_last, keep_every)
-    for old in removed:
-        remove_checkpoint(storage, old)
+    removed = []
+    for old in replaced(storage, name, keep_last, keep_every):
+        try:
+            remove_checkpoint(storage, old)
+        except FileNotFoundError:  # the other one was faster
+            continue
+        removed.append(old)
     return removed
 
 

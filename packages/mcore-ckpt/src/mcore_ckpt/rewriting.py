@@ -48,9 +48,9 @@ def rewrite(
             to one name, or `chunk_bytes` is below 1.
         CheckpointError: the source is damaged.
     """
-    for name, value in (("chunk_bytes", chunk_bytes), ("file_bytes", file_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; nearest valid: 1")
+    for limit, most in (("chunk_bytes", chunk_bytes), ("file_bytes", file_bytes)):
+        if most is not None and most < 1:
+            raise ValueError(f"{limit} is {most}; nearest valid: 1")
     opened = Checkpoint(source)
     names = renamed(Selection(patterns=patterns).of(opened), rename)
     metas = {}

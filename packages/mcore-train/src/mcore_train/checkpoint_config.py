@@ -47,7 +47,7 @@ class CheckpointConfig:
     what fits is loaded.
 
     `compression` of what is saved in `directory`: `zstd`, `zstd:LEVEL`, `blosc` or
-    `blosc:NAME:LEVEL`.
+    `blosc:NAME:LEVEL`. `file_bytes` bounds files that hold many chunks each.
     """
 
     directory: Path | None = None
@@ -69,9 +69,10 @@ class CheckpointConfig:
     load_rng: bool = True
     strict: Strict = "error"
     compression: str | None = None
+    file_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("interval", "keep_last", "keep_every"):
+        for name in ("interval", "keep_last", "keep_every", "file_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
             require(

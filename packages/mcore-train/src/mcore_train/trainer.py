@@ -109,6 +109,7 @@ class Trainer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         compression: str | None = None,
+        file_bytes: int | None = None,
     ) -> Path:
         """Save the whole state below `directory`; returns when it is durable."""
         what = self.what_to_save()
@@ -122,6 +123,7 @@ class Trainer:
             keep_last=keep_last,
             keep_every=keep_every,
             compression=compression,
+            file_bytes=file_bytes,
         )
         self.checkpoint = path
         return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,28 +82,34 @@ def sort_keys(keys: Iterable[str], prefixes: Iterable[str] = ("model.",)) -> Key
 
 
 def apart(
-    named: Mapping[str, str], metas: Mapping[str, TensorMeta]
+    named: Mapping[str, str],
+    metas: Mapping[str, TensorMeta],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[str, Mapped]]:
     """Yield tensors, those that are stacked over layers or over experts taken apart.
 
     The gate and the rest of a gated layer may be apart, as `…_w` and `…_v`: they are joined.
 
-    named: keys by name. metas: by key.
+    named: keys by name. metas: by key. shapes: of the parameters by name, where tensors may be
+    flattened shard by shard, as older optimizer states are (`fully_sharded_model_space`).
 
     Raises:
         ValueError: of two such halves one is missing.
     """
-    for name, whole in _with_halves(named, metas):
+    for name, whole in _with_halves(named, metas, shapes or {}):
         for layer_name, layer in _unstacked(_STACKED, "decoder.layers.{}.{}", name, whole):
             yield from _unstacked(_EXPERTS, "{start}.{}.{}", layer_name, layer)
 
 
 def _with_halves(
-    named: Mapping[str, str], metas: Mapping[str, TensorMeta]
+    named: Mapping[str, str],
+    metas: Mapping[str, TensorMeta],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, Mapped]]:
     halves: dict[str, dict[str, Mapped]] = defaultdict(dict)
     for name, key in named.items():
-        tensor = Mapped(TensorLayout.whole(key, metas[key].shape), metas[key].dtype)
+        layout = TensorLayout.whole(key, metas[key].shape)
+        tensor = Mapped(_unflattened(layout, shapes.get(name)), metas[key].dtype)
         if match := _HALF.fullmatch(name):
             halves[match["name"]][match["half"]] = tensor
         else:
@@ -112,6 +119,19 @@ def _with_halves(
             raise ValueError(f"of {name}_w and {name}_v one is missing")
         layouts = [both["w"].layout, both["v"].layout]
         yield name, Mapped(TensorLayout.concat(layouts), both["w"].dtype)
+
+
+def _unflattened(layout: TensorLayout, shape: tuple[int, ...] | None) -> TensorLayout:
+    """Return a tensor of shards [X/x, Y/y, x·y] as the one of [X, Y]; others as they are."""
+    if shape is None or len(layout.shape) != len(shape) + 1:
+        return layout
+    *grid, size = layout.shape
+    shard = [n // max(parts, 1) for n, parts in zip(shape, grid, strict=True)]
+    fits = all(parts * n == whole for parts, n, whole in zip(grid, shard, shape, strict=True))
+    if not fits or math.prod(shard) != size:
+        return layout
+    places = [dim for i in range(len(grid)) for dim in (i, len(grid) + i)]
+    return layout.reshaped((*grid, *shard)).permuted(places).reshaped(shape)
 
 
 def _unstacked(

@@ -37,8 +37,9 @@ def open_torch_dist(folder: Path, family: Family, optimizer: bool) -> Pieces:
     states: dict[str, dict[str, Mapped]] = {}
     step = None
     if optimizer:
+        shapes = {name: known[key].shape for name, key in keys.weights.items()}
         for kind, named in keys.states.items():
-            states[kind] = dict(_canonical(family, apart(named, known)))
+            states[kind] = dict(_canonical(family, apart(named, known, shapes)))
         if keys.buckets:
             degrees = Degrees.of(common.args)
             run = Run(family=family, model=model, degrees=degrees, where=str(folder))

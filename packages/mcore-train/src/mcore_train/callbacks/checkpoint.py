@@ -11,7 +11,7 @@ from mcore_ckpt.local import save_local
 from mcore_train.callbacks.base import Callback
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.extra import state_tensors
-from mcore_train.local_start import local_state
+from mcore_train.local_start import local_state, run_directory
 
 if TYPE_CHECKING:
     from mcore_train.trainer import Trainer
@@ -29,11 +29,14 @@ class SaveCheckpoints(Callback):
         self.config = config
         self.requested_step: int | None = None
         self.saver: AsyncSaver | None = None
+        self.run = ""
 
     def on_start(self, trainer: Trainer) -> None:
         """Remember the step that was loaded: it need not be saved again."""
         if trainer.resumed and not trainer.resumed_locally:
             self.requested_step = trainer.step
+        if self.config.local is not None and self.config.directory is not None:
+            self.run = run_directory(self.config.directory, trainer.session.mesh.world)
         if self.config.asynchronous:
             self.saver = AsyncSaver(trainer.session.mesh.world)
             self.saver.prepare(state_tensors(trainer.session))
@@ -89,6 +92,7 @@ class SaveCheckpoints(Callback):
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
                 compression=config.compression,
+                file_bytes=config.file_bytes,
             )
             return
         try:
@@ -97,6 +101,7 @@ class SaveCheckpoints(Callback):
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
                 compression=config.compression,
+                file_bytes=config.file_bytes,
             )
         except CheckpointError as error:
             self._failed(trainer, step, error, last)
@@ -107,7 +112,7 @@ class SaveCheckpoints(Callback):
         self._collect(trainer, wait=True)
         config, what = self.config, trainer.what_to_save()
         assert config.local is not None
-        state = local_state(what, trainer.checkpoint)
+        state = local_state(what, trainer.checkpoint, self.run)
         if self.saver is not None:
             self.saver.save_local(
                 config.local,
