@@ -27,4 +27,5 @@ def test_rules_explain_every_refusal_and_nothing_that_works() -> None:
         return any(all(cell[a] == v for a, v in rule.values.items()) for rule in rules)
 
     assert [cell for cell in cells if is_named(cell) != (cell.refusal is not None)] == []
-    assert sum(cell.refusal is None for cell in cells) > len(cells) / 2
+    # Half of what is asked of the three families without experts is about experts.
+    assert sum(cell.refusal is None for cell in cells) > len(cells) / 3
