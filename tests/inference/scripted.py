@@ -32,6 +32,9 @@ class ScriptedRunner:
     set. `passes` counts them.
     """
 
+    reads_source = False
+    make_cache = staticmethod(ContiguousCache)
+
     def __init__(self, config: ModelConfig, scripts: Mapping[tuple[int, ...], Sequence[int]]):
         self.model: Any = SimpleNamespace(config=config)
         self.scripts = scripts

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_inference.runner import ModelRunner
+from mcore_inference.cache import ContiguousCache
 from mcore_models import (
     T5,
     AttentionConfig,
@@ -198,8 +198,8 @@ def test_what_it_does_not_run_with() -> None:
         build_model(CONFIG, recompute=RecomputeConfig(mode="selective", parts=("moe",)))
     with pytest.raises(ValueError, match="one of 2 shares of its documents and cp=1"):
         built().stage_forward(a_batch().share(0, 2))
-    with pytest.raises(ValueError, match="reads a source"):
-        ModelRunner(built())
+    with pytest.raises(ValueError, match=r"keeps two texts: give a cache with a source"):
+        built().stage_forward(a_batch(), cache=ContiguousCache())
     with pytest.raises(ValueError, match=r"reads batch\.source"):
         built().stage_forward(replace(a_batch(), source=None))
     batch = replace(a_batch(), source=TokenBatch.from_samples(torch.zeros(3, 4).long()))

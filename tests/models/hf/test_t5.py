@@ -13,7 +13,7 @@ from mcore_ckpt.hf import HFFolder, SafetensorsFolder, load_hf, save_hf
 from mcore_models import T5, count_parameters
 from mcore_models.hf import ARCHITECTURES, differences
 from mcore_models.t5 import paired_batch
-from mcore_parallel import ParallelConfig
+from mcore_parallel import ParallelConfig, all_gather_object
 from mcore_parallel.tensor import gather_logits
 from mcore_parallel.testing import RankPool
 
@@ -137,8 +137,8 @@ def test_the_config_in_their_words_and_in_ours(tmp_path: Path, version: str) -> 
             architecture.read_config({**opened.config, **field})
 
 
-def over_ranks(folder: Path, out: Path, layout: ParallelConfig) -> Tensor:
-    """Load over any layout and export; the logits."""
+def over_ranks(folder: Path, out: Path, layout: ParallelConfig) -> Tensor | None:
+    """Load over any layout and export; the logits, of the last stage."""
     opened, model = HFFolder.open(folder, known=ARCHITECTURES), loaded(folder, layout)
     save_hf(
         out,
@@ -149,22 +149,32 @@ def over_ranks(folder: Path, out: Path, layout: ParallelConfig) -> Tensor:
         base_config=opened.config,
         files=opened.files(),
     )
-    batch = paired_batch(TOKENS, SOURCE, lengths=WRITTEN, source_lengths=READ)
+    batch, hidden = paired_batch(TOKENS, SOURCE, lengths=WRITTEN, source_lengths=READ), None
+    mesh = model.mesh
     with torch.no_grad():
-        logits = gather_logits(model.stage_forward(batch), model.mesh.tp, vocab_size=100)
-    return logits.view(2, 16, -1)[SHOWN]
+        for stage in range(mesh.pp.size):
+            output = model.stage_forward(batch, hidden) if stage == mesh.pp.rank else None
+            passed = all_gather_object(output, mesh.pp)[stage]
+            hidden = passed if stage + 1 == mesh.pp.rank else hidden
+    if not model.is_last:
+        return None
+    assert passed is not None
+    return gather_logits(passed, mesh.tp, vocab_size=100).view(2, 16, -1)[SHOWN]
 
 
 @all_versions
-@pytest.mark.parametrize("layout", ["tp=2", "tp=4,sp"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "tp=4,sp"])
 def test_in_over_ranks_and_out_again(
     ranks: RankPool, tmp_path: Path, version: str, layout: str
 ) -> None:
-    """Tensors cut over ranks give the same logits, and go back bit for bit."""
+    """Tensors cut over ranks and stages give the same logits, and go back bit for bit."""
     folder, out = saved(version, tmp_path / "hf"), tmp_path / "out"
     parallel = ParallelConfig.parse(layout)
     expected = theirs_of(random_model(version))
-    for found in ranks.run(over_ranks, parallel.tp, folder, out, parallel):
+    results = ranks.run(over_ranks, parallel.model_size, folder, out, parallel)
+    last = [found for found in results if found is not None]
+    assert len(last) == parallel.tp
+    for found in last:
         assert (found - expected).norm() < 1e-4 * expected.norm()
     back, original = SafetensorsFolder(out), SafetensorsFolder(folder)
     assert set(back) == set(original)

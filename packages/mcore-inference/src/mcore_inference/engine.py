@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mcore_inference.cache import ContiguousCache
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import Tops, draw, log_probabilities, top_log_probabilities
@@ -45,7 +44,7 @@ class Engine:
         self.runner = runner
         self.vocab_size = vocab_size
         self._scheduler = Scheduler(max_sequences=max_sequences, max_batch_tokens=max_batch_tokens)
-        self._cache = ContiguousCache()
+        self._cache = runner.make_cache()
         self._sequences: dict[Request, int] = {}
         self.weights_version = 0
 
@@ -197,6 +196,11 @@ class Engine:
         prompt, most = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise ValueError("the prompt is empty: give at least one token")
+        if request.params.prompt_logprobs and self.runner.reads_source:
+            raise ValueError(
+                "prompt_logprobs=True, and this model reads a prompt by its encoder, without "
+                "telling what comes next in it: leave them out"
+            )
         for index, token in enumerate(request.prompt):
             if not 0 <= token < config.vocab_size:
                 raise ValueError(

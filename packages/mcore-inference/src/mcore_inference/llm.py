@@ -44,6 +44,7 @@ class LLM:
         chat_template: how conversations become prompts; default a line per turn. The special token
             with which it ends a turn ends a text, as the tokenizer's own end tokens do.
         end_ids: more tokens that end a text.
+        start_id: of an encoder-decoder, what its decoder starts from; see `ModelRunner`.
         max_sequences, max_batch_tokens: how much runs at a time; see `Engine`.
 
     Raises:
@@ -58,6 +59,7 @@ class LLM:
         *,
         chat_template: ChatTemplate | None = None,
         end_ids: Iterable[int] = (),
+        start_id: int = 0,
         max_sequences: int = 64,
         max_batch_tokens: int = 8192,
     ) -> None:
@@ -73,7 +75,7 @@ class LLM:
         ends = (tokenizer.eod_id, tokenizer.eos_id, self.chat_template.turn_end())
         self.end_ids = frozenset({*end_ids, *(token for token in ends if token is not None)})
         self.engine = Engine(
-            ModelRunner(model),
+            ModelRunner(model, start_id=start_id),
             max_sequences=max_sequences,
             max_batch_tokens=max_batch_tokens,
             vocab_size=ids,
@@ -213,8 +215,13 @@ class LLM:
         return self.engine.update_weights(link, version=version)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text to be continued, with those that the model expects before."""
-        return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)]
+        """Return the tokens of a text to be continued, with those that the model expects before.
+
+        Or of one to be read by an encoder: with the token that ends a text behind them.
+        """
+        end = self.tokenizer.eos_id if self.engine.runner.reads_source else None
+        after = [] if end is None else [end]
+        return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(text), *after]
 
     def request(self, prompt: Prompt, params: SamplingParams, *, follow: bool = False) -> Request:
         """Return what `Engine.add` takes for one sample of a prompt.
@@ -223,8 +230,12 @@ class LLM:
         """
         tokens = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
         streams = follow or params.stop
-        text = TextStream(self.tokenizer, tokens, params.stop) if streams else None
-        return Request(prompt=tokens, params=params, end_ids=self.end_ids, text=text)
+        is_read = self.engine.runner.reads_source
+        before = () if is_read else tokens
+        text = TextStream(self.tokenizer, before, params.stop) if streams else None
+        return Request(
+            prompt=tokens, params=params, end_ids=self.end_ids, is_read=is_read, text=text
+        )
 
 
 def load_weights(model: GPT, checkpoint: str | Path) -> None:

@@ -30,4 +30,5 @@ def completion(tokenizer: Tokenizer, prompt: str, request: Request) -> Completio
 def _text(tokenizer: Tokenizer, request: Request) -> str:
     if request.text is not None:
         return request.text.text
-    return without_cut_character(continuation(tokenizer, request.prompt, request.text_tokens))
+    before = () if request.is_read else request.prompt
+    return without_cut_character(continuation(tokenizer, before, request.text_tokens))

@@ -22,9 +22,10 @@ class Request:
     `weights_version` is that of the engine's weights. `finish_reason` is None until the request is
     finished.
 
-    `text` follows the text while it is generated; stop strings need it. `top_logprobs` are the most
-    probable tokens at each of `tokens`; `prompt_logprobs` and `prompt_top_logprobs` are filled by
-    the pass over the prompt, one entry per token after the first: of that nothing is known.
+    `is_read` says that the model reads the prompt by an encoder, and the tokens do not go on from
+    it. `text` follows the text while it is generated; stop strings need it. `top_logprobs` are the
+    most probable tokens at each of `tokens`; `prompt_logprobs` and `prompt_top_logprobs` are filled
+    by the pass over the prompt, one entry per token after the first: of that nothing is known.
 
     Raises:
         ValueError: the parameters ask for several samples, or for stop strings without `text`.
@@ -33,6 +34,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     end_ids: frozenset[int] = frozenset()
+    is_read: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)

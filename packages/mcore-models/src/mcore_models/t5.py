@@ -24,7 +24,7 @@ from mcore_models.common.batch import (
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.encoder_decoder import Stack, StackContext
 from mcore_models.common.relative_bias import relative_bias
-from mcore_models.common.text import Text
+from mcore_models.common.text import PairedCache, Text
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT, build_head, build_token_embedding
 from mcore_parallel import RngKey
@@ -151,14 +151,20 @@ class T5(GPT):
         """This rank's logits [T, v] of the decoder's tokens; arguments as for `GPT`.
 
         A stage before the last returns what the next one needs: the hidden states of both texts
-        and the tables of the biases, [m + t + rows, H].
+        and the tables of the biases, [m + t + rows, H]. With a `cache`, a `PairedCache`, batch and
+        source hold new tokens alone: a source all of its, or none where it has been read.
 
         Raises:
-            ValueError: the batch has no source, or as many documents as the source; a cache;
-                hidden states for the first stage, or none for a later one; dropout without a key.
+            ValueError: the batch has no source, or as many documents as the source; a cache of one
+                text; hidden states for the first stage, or none for a later one; dropout without a
+                key.
         """
         chunk %= len(self.chunks)
         source = self._check_source(batch, cache)
+        if cache is not None and not isinstance(cache, PairedCache):
+            raise ValueError(
+                "an encoder-decoder keeps two texts: give a cache with a source (PairedCache)"
+            )
         first = self.is_first and chunk == 0
         self._check_call(batch, hidden, first)
         dropouts = self._dropout(source, rng), self._dropout(batch, rng)
@@ -168,7 +174,7 @@ class T5(GPT):
             assert hidden is not None
             tokens = len(self._local(source.tokens)), len(self._local(batch.tokens))
             passing = _Passing.split(hidden, tokens, self._table)
-        passing = self._run(passing, source, batch, dropouts, self.chunks[chunk])
+        passing = self._run(passing, (source, batch), dropouts, self.chunks[chunk], cache)
         if not self.is_last or chunk < len(self.chunks) - 1:
             return passing.join()
         out = self.decoder.finish(passing.hidden, dropouts[1])
@@ -215,19 +221,20 @@ class T5(GPT):
     def _run(
         self,
         passing: _Passing,
-        source: TokenBatch,
-        batch: TokenBatch,
+        batches: tuple[TokenBatch, TokenBatch],
         dropouts: tuple[ResidualDropout | None, ResidualDropout | None],
         layers: Sequence[int],
+        cache: PairedCache | None,
     ) -> _Passing:
         """Run layers of the model, those of the encoder before those of the decoder."""
         assert self.config.t5 is not None
+        (source, batch), memory, hidden = batches, passing.memory, passing.hidden
         read, text = (
             Text.of(texts, exchange)
-            for texts, exchange in zip((source, batch), self._exchanges, strict=True)
+            for texts, exchange in zip(batches, self._exchanges, strict=True)
         )
-        memory, hidden = passing.memory, passing.hidden
-        if upper := self._encoders(layers):
+        upper = self._encoders(layers)
+        if upper and (cache is None or source.num_tokens):
             table = read.my_heads(passing.tables[0])
             bias = relative_bias(table, read.max_seqlen, self.config.t5, causal=False)
             context = StackContext(batch=source, text=read, bias=bias, dropout=dropouts[0])
@@ -236,9 +243,15 @@ class T5(GPT):
                 memory = self.encoder.finish(memory, dropouts[0])
         if lower := self._decoders(layers):
             table = text.my_heads(passing.tables[1])
-            bias = relative_bias(table, text.max_seqlen, self.config.t5, causal=True)
+            longest = text.max_seqlen if cache is None else int(batch.positions.max()) + 1
             context = StackContext(
-                batch=batch, text=text, bias=bias, memory=memory, read=read, dropout=dropouts[1]
+                batch=batch,
+                text=text,
+                bias=relative_bias(table, longest, self.config.t5, causal=True),
+                memory=memory,
+                read=read,
+                dropout=dropouts[1],
+                cache=cache,
             )
             hidden = self.decoder(hidden, context, lower)
         return replace(passing, memory=memory, hidden=hidden)
@@ -252,10 +265,8 @@ class T5(GPT):
                 f"the source has {source.num_documents} documents and the batch that reads it "
                 f"{batch.num_documents}: give one for each"
             )
-        if cache is not None:
-            raise ValueError("an encoder-decoder keeps nothing of earlier tokens: use no cache")
         for text in (source, batch):
-            TokenContext(batch=text).check_shares(self.mesh.cp.size)
+            TokenContext(batch=text, cache=cache).check_shares(self.mesh.cp.size)
         return source
 
     def _dropout(self, batch: TokenBatch, rng: RngKey | None) -> ResidualDropout | None:

@@ -15,8 +15,12 @@ from mcore_models.common.builder import BuildContext
 from mcore_models.common.mlp import MLP
 from mcore_models.common.norm import build_norm
 from mcore_models.common.recompute import recomputed_attention
-from mcore_models.common.relative_bias import RelativeBias, biased_attention
-from mcore_models.common.text import Text
+from mcore_models.common.relative_bias import (
+    RelativeBias,
+    biased_attention,
+    biased_decoding,
+)
+from mcore_models.common.text import PairedCache, Text
 from mcore_models.config import ModelConfig
 from mcore_parallel import AttentionOp, Init
 from mcore_parallel.recompute import recompute, recompute_output
@@ -36,7 +40,8 @@ class StackContext:
 
     `bias` is [heads, L, L], of the heads with which this rank attends. `memory` are hidden states
     [m, H] of the encoder for the tokens of `read`, whose document n the decoder's document n
-    reads; None in the encoder.
+    reads; None in the encoder. `cache` is what the decoder's layers keep of earlier tokens; `bias`
+    then goes as far as the longest document with all of these.
     """
 
     batch: TokenBatch
@@ -45,6 +50,7 @@ class StackContext:
     memory: Tensor | None = None
     read: Text | None = None
     dropout: ResidualDropout | None = None
+    cache: PairedCache | None = None
 
 
 class _Projections(nn.Module):
@@ -82,7 +88,8 @@ class _Projections(nn.Module):
 
     def _split(self, rows: Tensor, count: int) -> tuple[Tensor, ...]:
         """[T, count · Q · D] as `count` times [T, Q, D]."""
-        return rows.view(len(rows), count, -1, self._size).unbind(1)
+        heads = rows.shape[1] // (count * self._size)
+        return rows.view(len(rows), count, heads, self._size).unbind(1)
 
 
 class BiasedSelfAttention(_Projections):
@@ -92,19 +99,34 @@ class BiasedSelfAttention(_Projections):
     context-parallel one, whose ranks exchange their heads for rows.
     """
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
         super().__init__(config, build)
+        self.layer_index = layer_index
         self.qkv = self._column("q", "k", "v")
         self._again = build.recompute.recomputes("core_attn")
 
     def forward(self, hidden: Tensor, context: StackContext) -> Tensor:
         """Mix the tokens of each document."""
-        text = context.text
+        text, cache = context.text, context.cache
         q, k, v = text.to_heads(*self._split(self.qkv(hidden), 3))
+        if cache is not None:
+            return self._decode(q, k, v, context, cache)
         attend = partial(biased_attention, text=text, scale=self._scale)
         bias = context.bias
         mixed = recompute(attend, q, k, v, bias) if self._again else attend(q, k, v, bias)
         out: Tensor = self.o(text.to_rows(mixed).flatten(1))
+        return out
+
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, context: StackContext, cache: PairedCache
+    ) -> Tensor:
+        """New tokens see the cached ones, too."""
+        k, v, bounds, longest = cache.extend(self.layer_index, k, v)
+        whole = Text(cu_seqlens=bounds, max_seqlen=longest)
+        mixed = biased_decoding(
+            q, k, v, context.bias, new=context.text, whole=whole, scale=self._scale
+        )
+        out: Tensor = self.o(mixed.flatten(1))
         return out
 
 
@@ -115,8 +137,9 @@ class CrossAttention(_Projections):
     as `BiasedSelfAttention` does.
     """
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext, layer_index: int) -> None:
         super().__init__(config, build)
+        self.layer_index = layer_index
         self.query = self._column("q")
         self.kv = self._column("k", "v")
         self._attention: AttentionOp = build.kernels.attention
@@ -130,14 +153,17 @@ class CrossAttention(_Projections):
         text, read = context.text, context.read
         (q,) = text.to_heads(*self._split(self.query(hidden), 1))
         k, v = read.to_heads(*self._split(self.kv(context.memory), 2))
+        bounds, longest = read.cu_seqlens, read.max_seqlen
+        if context.cache is not None:
+            k, v, bounds, longest = context.cache.source.extend(self.layer_index, k, v)
         mixed, _ = self._attention(
             q,
             k,
             v,
             cu_seqlens_q=text.cu_seqlens,
-            cu_seqlens_k=read.cu_seqlens,
+            cu_seqlens_k=bounds,
             max_seqlen_q=text.max_seqlen,
-            max_seqlen_k=read.max_seqlen,
+            max_seqlen_k=longest,
             causal=False,
             scale=self._scale,
         )
@@ -156,10 +182,10 @@ class StackLayer(nn.Module):
         self._norm_again = build.recompute.recomputes("norm")
         self._mlp_again = build.recompute.recomputes("mlp")
         self.input_norm = build_norm(config, build, layer_index)
-        self.attention = BiasedSelfAttention(config, build)
+        self.attention = BiasedSelfAttention(config, build, layer_index)
         if reads:
             self.cross_norm = build_norm(config, build, layer_index)
-            self.cross_attention = CrossAttention(config, build)
+            self.cross_attention = CrossAttention(config, build, layer_index)
         self.post_norm = build_norm(config, build, layer_index)
         self.mlp = MLP(config, build, layer_index)
         self._steps = [step for step in _STEPS if reads or step[0] != "cross_norm"]

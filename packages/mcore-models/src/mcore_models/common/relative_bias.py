@@ -114,6 +114,31 @@ def biased_attention(
     return found.masked_fill(~inside[:, None, None], 0.0)
 
 
+def biased_decoding(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, new: Text, whole: Text, scale: float
+) -> Tensor:
+    """The same of the last tokens of each document, q [T, Q, D], and keys of all its tokens.
+
+    `new` and `whole` are the documents of queries and of keys; `bias` is causal.
+    """
+    count, size = len(new.cu_seqlens) - 1, (new.max_seqlen, whole.max_seqlen)
+    places = []
+    for text in (new, whole):
+        bounds = text.cu_seqlens.long()
+        lengths = bounds.diff()
+        document = torch.repeat_interleave(torch.arange(count, device=q.device), lengths)
+        place = torch.arange(len(document), device=q.device) - bounds[document]
+        places.append((document, place))
+    rows = [
+        x.new_zeros(count, length, *x.shape[1:]).index_put(at, x)
+        for x, length, at in zip((q, k, v), (*size, size[1]), (*places, places[1]), strict=True)
+    ]
+    before = whole.cu_seqlens.diff() - new.cu_seqlens.diff()
+    steps = torch.arange(size[0], device=q.device) + before.unsqueeze(1)
+    shown = bias[:, steps.clamp(max=size[1] - 1)].transpose(0, 1)
+    return _dense(rows, shown, scale)[places[0]]
+
+
 def _dense(rows: list[Tensor], bias: Tensor, scale: float) -> Tensor:
     """[N, L, Q, D] of queries, keys and values alike."""
     q, k, v = (x.transpose(1, 2) for x in rows)

@@ -5,11 +5,26 @@ ranks T are a share of every document, and Q / n the heads with which a rank att
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mcore_models.common.batch import TokenBatch
+from mcore_models.common.batch import KVCache, TokenBatch
 from mcore_parallel.context import HeadExchange, WideRows
+
+
+@runtime_checkable
+class PairedCache(KVCache, Protocol):
+    """What layers keep of two texts: of the one that is written, and of its `source`.
+
+    The batch of the call holds the new tokens of both; of a source most often all at once, and
+    none from then on.
+    """
+
+    @property
+    def source(self) -> KVCache:
+        """What layers that read keep of the encoder's tokens."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
