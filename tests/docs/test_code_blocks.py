@@ -22,6 +22,7 @@ PAGES = sorted(
         ROOT / "README.md",
         ROOT / "docs/architecture.md",
         *ROOT.glob("packages/*/README.md"),
+        ROOT / "docs/low-precision.md",
         ROOT / "docs/own-parts.md",
         *ROOT.glob("docs/guides/*.md"),
     ]

@@ -36,6 +36,7 @@ def tiny(**batch: int):
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)", "matmul"),
         ("aten::addmm", "matmul"),
+        ("_matmul_kernel", "matmul"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>(…)", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),

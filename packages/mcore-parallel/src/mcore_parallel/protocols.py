@@ -72,13 +72,12 @@ Encoded: TypeAlias = tuple[Tensor, ...]
 """A factor in a form of an operator's own."""
 
 
-@runtime_checkable
 class EncodedLinearOp(LinearOp, Protocol):
     """A `LinearOp` whose factors take a form of its own, such as numbers of 8 bits and scales.
 
-    Each factor is encoded once for all products that it has a part in, and what is kept of the
-    input for the backward pass is its encoding. The products are those of the methods of
-    `LinearOp`.
+    Layers know it by its method `encode`. Each factor is encoded once for all products that it has
+    a part in, and what is kept of the input for the backward pass is its encoding. The products are
+    those of the methods of `LinearOp`.
     """
 
     def encode(

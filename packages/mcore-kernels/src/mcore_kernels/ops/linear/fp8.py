@@ -171,8 +171,9 @@ class Fp8Linear:
         if out is None:
             return self._product(dy, x, ("grad", "input"), dtype)
         # In 16 bits every micro-batch's share would be rounded before it reaches the buffer.
+        wide = torch.promote_types(out.dtype, torch.float32)
         with torch.no_grad():
-            return out.add_(self._product(dy, x, ("grad", "input"), torch.float32))
+            return out.add_(self._product(dy, x, ("grad", "input"), wide))
 
     # --- from step to step --------------------------------------------------------------------
 
