@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mcore_ckpt
-from mcore_ckpt.commit import step_name
+from mcore_ckpt.commit import remove_checkpoint, retain, step_name
 from mcore_ckpt.storage import LocalStorage
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
@@ -199,3 +199,18 @@ def test_prune_beside_a_run_that_prunes(tmp_path: Path) -> None:
     assert mcore_ckpt.latest(tmp_path) == tmp_path / "step_00000003"
     save(tmp_path, 4, keep_last=1)
     assert names(tmp_path) == ["step_00000004"]
+
+
+def test_retention_beside_a_faster_prune(tmp_path: Path) -> None:
+    """What another process is removing is its business; the rest goes all the same."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+
+    class Raced(LocalStorage):
+        def rename(self, old: str, new: str) -> None:
+            if old == "step_00000001/COMMIT":
+                remove_checkpoint(LocalStorage(tmp_path), "step_00000001")
+            super().rename(old, new)
+
+    assert retain(Raced(tmp_path), "step_00000003", 1) == ["step_00000002"]
+    assert names(tmp_path) == ["step_00000003"]

@@ -321,12 +321,27 @@ def test_a_run_goes_on_from_the_newest_of_local_and_shared(
     assert not again.resumed_locally
 
 
+@pytest.mark.parametrize("written", ["run", "link"])
+def test_a_directory_may_be_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """Relative to where the run is started, then absolute, or through a link: it is one run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run")
+    options: dict[str, Any] = {"local": "local", "local_interval": 1}
+    cut(config_of(Path("run"), steps=3, **options), 3)
+    assert run(config_of(tmp_path / written, steps=3, **options)).resumed_locally
+
+
 def test_local_saves_that_do_not_count(tmp_path: Path) -> None:
     """Those of another run, damaged ones, and any without `resume`."""
     local = tmp_path / "local"
     options: dict[str, Any] = {"local": str(local), "local_interval": 1}
     cut(config_of(tmp_path / "a", interval=2, **options), 4)
-    other = run(config_of(tmp_path / "b", steps=2, local=str(local), local_interval=9))
+    with pytest.warns(
+        RuntimeWarning, match="local save of step 3 .* of the run in .*/a, this .*/b"
+    ):
+        other = run(config_of(tmp_path / "b", steps=2, local=str(local), local_interval=9))
     assert not other.resumed
     (share,) = local.iterdir()
     data = bytearray(share.read_bytes())

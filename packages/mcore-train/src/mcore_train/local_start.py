@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -13,11 +14,19 @@ from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.state import WhatToSave
 
 _BASE = "newest_checkpoint"
+_RUN = "run_directory"
 
 
-def local_state(what: WhatToSave, checkpoint: Path | None) -> dict[str, object]:
-    """Return the state of a local save, which knows the newest checkpoint of its run, too."""
-    return {**what.state, _BASE: None if checkpoint is None else _step_of(checkpoint)}
+def run_directory(directory: Path, group: Group) -> str:
+    """Return what tells a run from others, however its directory is written; all ranks call it."""
+    what = f"looking up {directory} failed"
+    return on_first_rank(group.cpu, what, lambda: os.path.realpath(directory))
+
+
+def local_state(what: WhatToSave, checkpoint: Path | None, run: str) -> dict[str, object]:
+    """Return the state of a local save, which knows its run and that one's newest checkpoint."""
+    base = None if checkpoint is None else _step_of(checkpoint)
+    return {**what.state, _BASE: base, _RUN: run}
 
 
 def find_local_start(
@@ -25,28 +34,35 @@ def find_local_start(
 ) -> FoundLocal | None:
     """Return the local save to go on from: one of this run, newer than its checkpoint `start`.
 
-    One that followed a checkpoint which is no longer in the directory does not count, with a
-    warning: whoever removed that wants to go on from an earlier one. All ranks call it.
+    What does not count is passed over with a warning: a save of another run, and one that followed
+    a checkpoint which is no longer in the directory (whoever removed that wants to go on from an
+    earlier one). All ranks call it.
     """
     directory = config.directory
     if config.local is None or directory is None or not config.resume:
         return None
     found = find_local(config.local, group)
-    if found is None or found.state["config"]["checkpoint"]["directory"] != str(directory):
+    if found is None:
+        return None
+    own = run_directory(directory, group)
+    # Saves of earlier releases have the directory only as it was written in the config.
+    run = str(found.state.get(_RUN) or found.state["config"]["checkpoint"]["directory"])
+    if run not in (own, str(directory)):
+        _pass_over(found, f"it is of the run in {run}, this one is in {own}", group)
         return None
     if start is not None and start[1] and start[0].step >= found.step:
         return None
     base, newest = found.state.get(_BASE), _newest_step(directory, group)
     if base is not None and (newest is None or newest < base):
-        if group.rank == 0:
-            warnings.warn(
-                f"the local save of step {found.step} is passed over: it followed step {base}, "
-                f"which is no longer in {directory}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _pass_over(found, f"it followed step {base}, which is no longer in {directory}", group)
         return None
     return found
+
+
+def _pass_over(found: FoundLocal, why: str, group: Group) -> None:
+    if group.rank == 0:
+        text = f"the local save of step {found.step} is passed over: {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _newest_step(directory: Path, group: Group) -> int | None:
