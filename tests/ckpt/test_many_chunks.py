@@ -127,15 +127,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_shard_of_eight_reads_itself(tmp_path: Path, dim: int) -> None:
     """At most 1.1 times its bytes, every chunk verified, of files that hold much more."""
-    shape = (2048, 1024)
+    shape = (2048, 2048)
     value = torch.randn(shape)
     whole = TensorLayout.whole("model/up", shape)
     storage = KvStorage(f"file://{tmp_path}/run")
     mcore_ckpt.save(
-        "", step=1, tensors={"x": LayoutTensor(value, whole)}, storage=storage, file_bytes=4 << 20
+        "",
+        step=1,
+        tensors={"x": LayoutTensor(value, whole)},
+        storage=storage,
+        chunk_bytes=256 << 10,
+        file_bytes=4 << 20,
     )
     info = mcore_ckpt.open("", storage=storage).info("model/up")
-    assert info.files.num_chunks == 2
+    assert info.files.num_chunks == 4
     size = shape[dim] // 8
     layout = whole.slice(dim, 3 * size, 4 * size)
     held = LayoutTensor(torch.zeros(layout.shape), layout)

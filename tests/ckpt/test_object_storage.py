@@ -78,6 +78,25 @@ def test_saved_loaded_verified_kept(storage: ObjectStorage) -> None:
     assert sorted(storage.entries("")) == names(storage) == ["step_00000003"]
 
 
+def test_few_large_objects(storage: ObjectStorage) -> None:
+    """Compressed, and many chunks in an object; a chunk alone is fetched from it."""
+    save(storage, 1, compression="zstd", file_bytes=2048)
+    opened = mcore_ckpt.open("", storage=storage)
+    info = opened.info("model/matrix")
+    assert info.files.num_chunks < info.grid.num_chunks
+    expected = tensors(1)
+    assert all(torch.equal(opened[name], expected[name].tensor) for name in opened)
+    assert not mcore_ckpt.verify("", storage=storage).problems
+    path = f"step_00000001/model/matrix/{info.files.key(0)}"
+    whole = storage.get(path)
+    assert storage.get_part(path, 3, 9) == whole[3:9]
+    assert storage.get_part(path, -20) == whole[-20:]
+    assert storage.size(path) == len(whole)
+    with pytest.raises(FileNotFoundError):
+        storage.get(f"{path}.none")
+    assert storage.size(f"{path}.none") is None
+
+
 def test_damage(storage: ObjectStorage) -> None:
     save(storage, 1, compression="zstd")
     save(storage, 2)

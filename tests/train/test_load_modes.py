@@ -119,6 +119,7 @@ def test_the_architecture_of_a_checkpoint(trained: Path, tmp_path: Path) -> None
     ("checkpoint", "message"),
     [
         ({"load_step": 3}, "load_step is about checkpoint.load, which is not set"),
+        ({"directory": "s3://bucket/run"}, "directory=s3:/bucket/run is no path"),
         ({"load_rng": False}, "load_rng is about checkpoint.load"),
         ({"load": "x", "weights_only": True, "load_optimizer": False}, "load_optimizer=False does"),
         ({"compression": "zstd"}, "compression=zstd needs checkpoint.directory"),

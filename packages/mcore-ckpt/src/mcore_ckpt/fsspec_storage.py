@@ -42,6 +42,11 @@ class FsspecStorage(ObjectStorage):
         data: bytes = self._fs.cat_file(self._at(path))
         return data
 
+    def get_part(self, path: str, start: int, stop: int | None = None) -> bytes:
+        """Return some bytes of an object."""
+        data: bytes = self._fs.cat_file(self._at(path), start=start, end=stop)
+        return data
+
     def put(self, path: str, data: bytes) -> None:
         """Write an object."""
         self._fs.pipe_file(self._at(path), data)

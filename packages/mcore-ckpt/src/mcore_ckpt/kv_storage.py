@@ -41,7 +41,12 @@ class KvStorage(ObjectStorage):
 
     def get(self, path: str) -> bytes:
         """Return an object's contents."""
-        found = self._store.read(path).result()
+        return self.get_part(path, 0)
+
+    def get_part(self, path: str, start: int, stop: int | None = None) -> bytes:
+        """Return some bytes of an object."""
+        part: dict[str, Any] = {"byte_range": slice(start, stop)} if start or stop else {}
+        found = self._store.read(path, **part).result()
         if found.state != "value":
             raise FileNotFoundError(2, "No such object", self.location(path))
         return bytes(found.value)

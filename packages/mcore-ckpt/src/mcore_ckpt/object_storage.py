@@ -29,6 +29,10 @@ class ObjectStorage(ABC):
         """Return an object's contents; FileNotFoundError when there is none."""
 
     @abstractmethod
+    def get_part(self, path: str, start: int, stop: int | None = None) -> bytes:
+        """Return the bytes from `start` (from the end where negative) up to `stop`."""
+
+    @abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write an object, over an older one, all at once."""
 

@@ -17,6 +17,7 @@ from mcore_ckpt.engine import ChunkData, Engine, Region, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.names import DOCUMENT
+from mcore_ckpt.object_storage import ObjectStorage
 from mcore_ckpt.storage import Readable, Storage
 
 try:
@@ -117,15 +118,22 @@ class _Store(Store):
     ) -> Buffer | None:
         if self._new:  # asked for a file that holds many chunks, before it is written
             return None
-        data = await asyncio.to_thread(self._storage.get, f"{self._array}/{key}")
+        start, stop = 0, None
         match byte_range:
-            case RangeByteRequest(start, end):
-                data = data[start:end]
-            case OffsetByteRequest(offset):
-                data = data[offset:]
+            case RangeByteRequest(start, stop):
+                pass
+            case OffsetByteRequest(start):
+                pass
             case SuffixByteRequest(suffix):
-                data = data[-suffix:]
+                start = -suffix
+        data = await asyncio.to_thread(self._part, f"{self._array}/{key}", start, stop)
         return prototype.buffer.from_bytes(data)
+
+    def _part(self, path: str, start: int, stop: int | None) -> bytes:
+        if (start, stop) != (0, None) and isinstance(self._storage, ObjectStorage):
+            return self._storage.get_part(path, start, stop)
+        data: bytes = self._storage.get(path)
+        return data[start:stop]
 
     async def get_partial_values(
         self,

@@ -1,12 +1,14 @@
 """What a run saves and starts from: the field `checkpoint` of its config."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from mcore_ckpt.codecs import Codec
 from mcore_train.checks import require
 
+_ADDRESS: Final = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a path has lost the second stroke
 OnSaveError = Literal["stop", "continue"]
 Scan = Literal["none", "quick", "full"]
 Strict = Literal["error", "warn", "report"]
@@ -72,6 +74,12 @@ class CheckpointConfig:
     file_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("directory", "local", "load"):
+            require(
+                _ADDRESS.match(str(getattr(self, name))) is None,
+                f"{name}={getattr(self, name)} is no path: runs save to directories, and "
+                f"mcore_ckpt.save writes to object storage",
+            )
         for name in ("interval", "keep_last", "keep_every", "file_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
