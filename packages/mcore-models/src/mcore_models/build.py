@@ -274,7 +274,7 @@ def _placed(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Parameter:
     if parameter.is_meta:
-        data = torch.zeros_like(parameter, device=device)
+        data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     else:
         data = parameter.detach().to(device, dtype if parameter.is_floating_point() else None)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)

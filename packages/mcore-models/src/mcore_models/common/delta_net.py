@@ -72,7 +72,7 @@ class DeltaNet(nn.Module):
         wide = accumulation_dtype(build.dtype)
         heads = self._heads.local_features(build.tp.size)
         self.a_log = nn.Parameter(torch.empty(heads, dtype=wide, device=build.device))
-        self.dt_bias = nn.Parameter(torch.empty_like(self.a_log))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=wide, device=build.device))
         self.norm = GatedHeadNorm(delta.value_head_dim, eps=config.norm_eps, build=build)
         self.out = RowParallelLinear(
             delta.value_size,

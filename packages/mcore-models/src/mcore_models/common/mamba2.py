@@ -68,10 +68,10 @@ class Mamba2(nn.Module):
         self.conv = CausalConv(convolved, mamba.conv_width, bias=mamba.conv_bias, build=build)
         # Rounded to 16 bits, the decay of long memories would be another.
         wide = accumulation_dtype(build.dtype)
-        blank = torch.empty(heads // build.tp.size, dtype=wide, device=build.device)
-        self.a_log = nn.Parameter(blank)
-        self.d = nn.Parameter(torch.empty_like(blank))
-        self.dt_bias = nn.Parameter(torch.empty_like(blank))
+        size = heads // build.tp.size
+        self.a_log = nn.Parameter(torch.empty(size, dtype=wide, device=build.device))
+        self.d = nn.Parameter(torch.empty(size, dtype=wide, device=build.device))
+        self.dt_bias = nn.Parameter(torch.empty(size, dtype=wide, device=build.device))
         self.norm = GatedRMSNorm(mamba, eps=config.norm_eps, build=build)
         self.out = RowParallelLinear(
             mamba.inner_size,

@@ -69,7 +69,8 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
         self.bias: nn.Parameter | None
         if bias:
-            self.bias = nn.Parameter(torch.empty_like(self.weight))
+            # `empty_like` of a meta tensor imports torch's symbolic shapes: a second.
+            self.bias = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
         else:
             self.register_parameter("bias", None)
         self._layer_norm = build.kernels.layer_norm

@@ -24,7 +24,9 @@ def place(
     for param in params:
         if not param.is_meta:
             continue
-        data = torch.zeros_like(param, device=device, requires_grad=False)
+        # `zeros_like` of a meta tensor imports torch's symbolic shapes: a second.
+        data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+        data.zero_()
         if key is not None:
             fill_(data, specs[param].layout, specs[param].init, key)
         placed = nn.Parameter(data, requires_grad=param.requires_grad)
