@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -22,11 +23,13 @@ def _release(version: str) -> tuple[int, ...]:
 def needs_package(name: str, minimum: str, *, distribution: str | None = None) -> Requirement:
     """The module `name` is installed, by a distribution of at least version `minimum`.
 
-    It is looked up, not imported. `distribution` is called as the module unless given.
+    It is looked up, not imported, when first asked for. `distribution` is called as the module
+    unless given.
     """
     package = distribution or name
 
-    def check(target: Target) -> str | None:
+    @cache  # every operator of every model asks, and reading what is installed takes its time
+    def reason() -> str | None:
         try:
             missing = importlib.util.find_spec(name) is None
         except ModuleNotFoundError:  # what it lies in is not there
@@ -37,6 +40,9 @@ def needs_package(name: str, minimum: str, *, distribution: str | None = None) -
         if _release(found) < _release(minimum):
             return f"{package} {found} is installed, needs {package}>={minimum}"
         return None
+
+    def check(target: Target) -> str | None:
+        return reason()
 
     return check
 
