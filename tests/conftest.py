@@ -10,10 +10,12 @@ import torch
 from mcore_parallel.testing import RankPool
 
 # Imported once, before the workers are forked: importing them in each of sixteen costs minutes.
-# torch.testing.assert_close needs torch.distributed.tensor.
+# torch.testing.assert_close needs torch.distributed.tensor, sharded parameters torch._dynamo.
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor",
+    "torch._dynamo",
+    "mcore_parallel.data.fully",
     "mcore_train.parity",
     "mcore_inference",
     "mcore_rl",

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,16 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def heap_of_a_module(name: str) -> int:
+    """The objects that a collection looks at, beside a module of many that was imported once."""
+    if name not in sys.modules:
+        module = types.ModuleType(name)
+        module.__dict__["entries"] = [[number] for number in range(50_000)]
+        sys.modules[name] = module
+    gc.collect()
+    return len(gc.get_objects())
+
+
 def test_results_come_back_by_rank_and_worlds_vary(ranks: RankPool) -> None:
     assert ranks.run(dist.get_rank, 3) == [0, 1, 2]
     assert ranks.run(add, 2, Point(1), step=5) == [Point(8)] * 2
@@ -97,6 +108,11 @@ def test_first_real_error_is_raised_and_the_workers_live_on(ranks: RankPool, kin
     assert "rank 1 of 3" in notes
     assert "in fail_on" in notes
     assert ranks.run(pid, 3) == workers
+
+
+def test_what_a_job_has_imported_is_not_searched_after_every_later_job(ranks: RankPool) -> None:
+    first, later = (ranks.run(heap_of_a_module, 2, "module_of_many") for _ in range(2))
+    assert min(most - least for most, least in zip(first, later, strict=True)) > 40_000
 
 
 @pytest.mark.parametrize(("kind", "how"), [("die", "SIGKILL"), ("exit", "status 3")])

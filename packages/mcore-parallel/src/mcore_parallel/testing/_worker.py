@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import pickle
 import signal
+import sys
 import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -48,8 +49,7 @@ def serve(pipe: Connection, stack_file: str) -> None:
     """
     die_with_parent()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # torch's own objects: the collection after each job need not look at them
+    imported = _freeze()
     with open(stack_file, "w", encoding="utf-8") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         # The parent has gone or closed its end: so do we.
@@ -59,8 +59,20 @@ def serve(pipe: Connection, stack_file: str) -> None:
                 message = pipe.recv_bytes()
                 if message == LEAVE:
                     leave_world()
+                    if len(sys.modules) > imported:
+                        imported = _freeze()
                 else:
                     pipe.send_bytes(_run(pickle.loads(message)))
+
+
+def _freeze() -> int:
+    """Take what modules hold out of the collections around each job; the number of modules.
+
+    Only outside of a world: connections that are in reference cycles are to be found.
+    """
+    gc.collect()
+    gc.freeze()
+    return len(sys.modules)
 
 
 def _run(job: Job) -> bytes:
