@@ -53,6 +53,9 @@ def test_text_and_back() -> None:
     )
     text = ParallelConfig.parse("tp=2,pp=2,sp").resolve(4).describe()
     assert text == "tp=2 pp=2 dp=1 sp"
+    text = ParallelConfig.parse("ep=2,overlap-experts").describe()
+    assert text == "tp=1 pp=1 ep=2 overlap-experts"
+    assert ParallelConfig.parse(text).overlap_expert_exchange
 
 
 def test_layers_attend_over_the_context_axis_in_turn() -> None:
@@ -83,6 +86,11 @@ def test_description_says_everything(config: ParallelConfig) -> None:
         ("zero=4", "'zero=4': zero is 0, 1, 2 or 3"),
         ("zero=0 replicas=2", "replicas = 2 with sharding none: .* sharding optimizer"),
         ("pp=2 zero=2 schedule=zb-h1", "sharding gradients with schedule zb-h1: .* 1f1b or gpipe"),
+        ("overlap-experts", "overlap_expert_exchange with ep = 1, where no tokens travel: use ep"),
+        ("ep=2 overlap-experts overlap=0", "overlap = 0, which waits at once: use overlap = 1"),
+        ("ep=2 overlap-experts lanes=2", "with lanes = 2, .*: use lanes = 1, or leave overlap_exp"),
+        ("ep=2 overlap-experts zero=3", "with sharding parameters, .*: use sharding gradients"),
+        ("ep=2 overlap-experts schedule=zb-h1", "zb-h1 has no pairs .* use schedule 1f1b or"),
         ("tp=2 tp=4", "gives tp twice"),
         ("cp-kind=al-gather", "'al-gather': did you mean 'all-gather'"),
         ("cp-kind=two-level:x", "'two-level:x' is not of the form 'two-level:2'"),

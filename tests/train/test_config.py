@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from mcore_models import MoEConfig
 from mcore_parallel import ParallelConfig
 from mcore_train.config import BatchConfig, DataConfig
 from mcore_train.load import config_from_tree
@@ -49,6 +50,21 @@ def test_world_plan() -> None:
     assert (plan.parallel.dp, plan.micro_batches) == (3, 2)
     with pytest.raises(ValueError, match="6"):
         config.check_world(6)
+
+
+def test_turns_are_taken_with_another_micro_batch() -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_size=8)
+    config = dataclasses.replace(
+        TOY,
+        model=dataclasses.replace(TOY.model, moe=moe, pattern=("*E",) * 4),
+        batch=BatchConfig(global_size=4, micro_size=2),
+        parallel=ParallelConfig.parse("ep=2,overlap-experts"),
+    )
+    message = r"batch.global_size=4 is one of each replica .* = 4\): use global_size 8 or more"
+    with pytest.raises(ValueError, match=message):
+        config.check_world(2)
+    more = dataclasses.replace(config, batch=BatchConfig(global_size=8, micro_size=2))
+    assert more.check_world(2).micro_batches == 2
 
 
 def test_more_stages_than_layers() -> None:

@@ -105,6 +105,10 @@ def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
             {"parallel": {"dispatcher": "all-gather"}},
             "parallel.dispatcher=all-gather is for tokens .*: use all-to-all",
         ),
+        (
+            {"parallel": {"overlap_expert_exchange": True, "ep": 2}},
+            "parallel.overlap_expert_exchange is for tokens .*: leave it out",
+        ),
         ({"loss": {"label_smoothing": 1.0}}, "loss: label_smoothing=1.0 must lie in 0 <="),
         ({"loss": {"z_loss": -1e-3}}, "loss: z_loss=-0.001 must be at least 0"),
         ({"checkpoint": {"keep_last": 2}}, "keep_last=2 needs checkpoint.directory"),

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,24 @@ def test_split_weight_gradients():
     check(schedule)
     with pytest.raises(ValueError, match="stage 0, W of chunk 0, micro-batch 0: is missing"):
         check(Schedule([[a for a in schedule[0] if a.kind != "W"], schedule[1]]))
+
+
+def test_a_forward_is_paired_with_the_backward_of_another_micro_batch():
+    def pairing(text: str) -> Schedule:
+        actions = stage_list(text, 0)
+        return Schedule([[replace(a, paired=a.kind == "F" and a.micro_batch > 0) for a in actions]])
+
+    check(pairing("F0 F1 B0 B1"))
+    for text, message in (
+        ("F0 B0 F1 B1", "micro-batch 1, paired: is paired with the B of chunk 0, .* may need it"),
+        ("F0 F1 F2 B0 B1 B2", "micro-batch 1, paired: only an F is paired, with a B .* not F of"),
+        ("F0 B0 F1", "is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(pairing(text))
+    backward = replace(Action("B", 0, 0, 0), paired=True)
+    with pytest.raises(ValueError, match="B of chunk 0, micro-batch 0, paired: only an F"):
+        check(Schedule([[Action("F", 0, 0, 0), backward]]))
 
 
 V = Line(num_stages=2, num_chunks=2, zigzag=True)

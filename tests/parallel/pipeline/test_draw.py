@@ -6,8 +6,8 @@ from mcore_parallel.pipeline import Schedule, chunk_times, make_schedule, simula
 from mcore_parallel.pipeline.draw import draw_png, draw_text
 
 
-def simulated(kind, *sizes, chunks=1, **times):
-    schedule = make_schedule(kind, *sizes, chunks=chunks)
+def simulated(kind, *sizes, chunks=1, paired=False, **times):
+    schedule = make_schedule(kind, *sizes, chunks=chunks, paired=paired)
     return simulate(schedule, chunk_times(schedule, **times))
 
 
@@ -15,6 +15,9 @@ def test_text_shows_every_action_where_it_runs():
     assert draw_text(simulated("1f1b", 2, 2)).splitlines() == [
         "stage 0 |F0 F1 ......B0--- ...B1--- |",
         "stage 1 |...F0 B0--- F1 B1--- ......|",
+    ]
+    assert draw_text(simulated("1f1b", 1, 2, paired=True, exchange=1.0)).splitlines() == [
+        "stage 0 |F0--- F1+B0--- B1------ |",
     ]
     assert draw_text(simulated("zb-v", 2, 1, chunks=2)).splitlines() == [
         "stage 0 |F0a ........F0b B0b W0b ........B0a W0a |",
@@ -50,4 +53,5 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
 
 def test_png(tmp_path):
     draw_png(simulated("zb-h1", 3, 4), tmp_path / "folder" / "x.png", title="zb-h1")
+    draw_png(simulated("1f1b", 2, 4, paired=True), tmp_path / "folder" / "x.png")
     assert (tmp_path / "folder" / "x.png").read_bytes().startswith(b"\x89PNG")

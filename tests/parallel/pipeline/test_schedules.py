@@ -116,6 +116,23 @@ def test_peak_activations(p, m):
     assert simulate(zero_bubble(p, m)).peak_activations == (min(m, p),) * p
 
 
+@settings(max_examples=40, deadline=None)
+@given(p=st.integers(1, 9), m=st.integers(1, 24), v=st.integers(1, 4), extra=st.integers(0, 6))
+def test_pairs_fit_every_pipeline_and_cost_memory_but_no_time(p, m, v, extra):
+    options = {"chunks": v, "group_size": p + extra}
+    schedule, plain = interleaved(p, m, **options, paired=True), interleaved(p, m, **options)
+    check(schedule, num_microbatches=m)
+    check(schedule.forward_only(), num_microbatches=m)
+    assert not any(action.paired for actions in schedule.forward_only() for action in actions)
+    pairs = [sum(action.paired for action in actions) for actions in schedule]
+    found, without = simulate(schedule), simulate(plain)
+    if v == 1:
+        assert pairs == [max(0, m - 2 * (p - s) + 1) for s in range(p)]
+        assert found.peak_activations == tuple(min(m, 2 * (p - s)) for s in range(p))
+    if m >= (2 * p if v == 1 else p):
+        assert found.makespan == pytest.approx(without.makespan)
+
+
 def words(actions):
     return " ".join(f"{a.kind}{a.micro_batch}" + f".{a.chunk}" * (a.chunk > 0) for a in actions)
 
@@ -141,6 +158,18 @@ def test_messages_that_were_sent_earlier_are_received_earlier():
     schedule = with_messages(late, Line(num_stages=2))
     assert words(schedule[1]) == "RECV_F0 RECV_F1 F1 F0"
     check(schedule)
+
+
+def test_messages_of_a_pair_come_before_it_and_after_it():
+    first, last = map(words, one_f_one_b(2, 5, paired=True))
+    assert first == (
+        "F0 SEND_F0 F1 SEND_F1 F2 SEND_F2 RECV_B0 F3 B0 SEND_F3 RECV_B1 F4 B1 SEND_F4 "
+        "RECV_B2 B2 RECV_B3 B3 RECV_B4 B4"
+    )
+    assert last == (
+        "RECV_F0 F0 RECV_F1 F1 B0 SEND_B0 RECV_F2 F2 B1 SEND_B1 RECV_F3 F3 B2 SEND_B2 "
+        "RECV_F4 F4 B3 SEND_B3 B4 SEND_B4"
+    )
 
 
 def test_one_stage_needs_no_messages():
@@ -171,6 +200,7 @@ def test_numbers_must_be_positive(kind, p, m, what):
         ("interleaved", {}, "interleaved with chunks = 1: use chunks 2 or more"),
         ("1f1b", {"chunks": 2}, "1f1b with chunks = 2: use chunks = 1, or schedule interleaved"),
         ("zb-v", {"chunks": 3}, "zb-v with chunks = 3: use chunks = 2"),
+        ("zb-v", {"chunks": 2, "paired": True}, "zb-v has no pairs .* use schedule 1f1b or interl"),
         ("zb-h1", {"group_size": 8}, "zb-h1 has no groups of micro-batches: leave out 8"),
         ("interleaved", {"chunks": 2, "group_size": 3}, "group of 3 .* use a group size of 4 or"),
     ],

@@ -39,6 +39,21 @@ def test_a_weight_gradient_half_holds_the_activations_until_it_is_done():
     assert simulate(split).peak_activations == (1,)
 
 
+@pytest.mark.parametrize(("exchange", "saved"), [(0.0, 0.0), (0.5, 1.0), (3.0, 4.0), (9.0, 10.0)])
+def test_a_pair_hides_messages_behind_what_the_other_computes(exchange, saved):
+    """All of them at best; a pair takes at least as long as its longer half."""
+    m, times = 6, {"forward": 1.0, "backward": 2.0, "weight": 0.0, "exchange": exchange}
+    alone = one_f_one_b(1, m)
+    paired = one_f_one_b(1, m, paired=True)
+    took = simulate(alone, chunk_times(alone, **times)).makespan
+    assert took == m * (3 + 2 * exchange)
+    found = simulate(paired, chunk_times(paired, **times))
+    assert found.makespan == took - (m - 1) * saved
+    assert sum(span.beside is not None for span in found.spans[0]) == m - 1
+    assert found.busy == (found.makespan,)
+    assert simulate(paired, lambda action: 1.0).makespan == 2 * m  # nothing is known to be hidden
+
+
 def test_nothing_to_do():
     found = simulate(Schedule([[]]))
     assert (found.makespan, found.bubble_fraction, found.peak_activations) == (0.0, 0.0, (0,))

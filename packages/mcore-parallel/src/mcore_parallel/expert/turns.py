@@ -185,7 +185,8 @@ class _Surroundings:
     """What torch keeps for each thread, as it is now: autocast, the current device and stream."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if ready else None
         self._autocast = Autocast(set() if self._stream is None else {"cuda"})
 
     @contextmanager

@@ -130,10 +130,10 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float] | None = No
                     arrival[line.partner(action)] = clock[stage] + duration(action)
                 else:
                     start, took = clock[stage], duration(action)
-                    for other in beside:
+                    other = beside[0] if beside else None
+                    if other is not None:
                         took += duration(other) - hidden
                     clock[stage] = start + took
-                    other = beside[0] if beside else None
                     span = Span(action=action, start=start, end=start + took, beside=other)
                     spans[stage].append(span)
                 at[stage] += 1

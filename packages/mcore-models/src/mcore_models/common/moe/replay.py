@@ -79,16 +79,25 @@ class RouterRecord:
             first = torch.ones(len(table), dtype=torch.bool)
             first[1:] = table[1:, 0] != table[:-1, 0]
             self._tables[layer] = table[first]
+            self._parts[layer] = [table[first]]  # without what layers routed again in backward
         return self._tables[layer]
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[RouterRecord]:
-    """Within the block, take down what the model's routers choose."""
+    """Within the block, take down what the model's routers choose.
+
+    A backward pass in the block changes nothing: layers that are recomputed choose as before. What
+    only fills up shares of documents is no token, and left out.
+    """
     record = RouterRecord()
 
     def take(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:
-        record.add(layer, tokens.rows(), experts, tokens.weights(torch.float32))
+        rows, valid, real = tokens.rows(), tokens.weights(torch.float32), _real(tokens)
+        if real is None:
+            record.add(layer, rows, experts, valid)
+        else:
+            record.add(layer, rows[real], experts[real], valid[real])
         return experts
 
     with _replay(model, take):
@@ -99,17 +108,30 @@ def recorded(model: nn.Module) -> Iterator[RouterRecord]:
 def replayed(model: nn.Module, record: RouterRecord) -> Iterator[None]:
     """Within the block, the model's routers choose as the record says.
 
-    Outputs are weighted by the scores that the chosen experts have now, with their gradients. A
+    Outputs are weighted by the scores that the chosen experts have now, with their gradients. What
+    only fills up shares of documents is in no record, and keeps what the router chooses for it. A
     layer that is recomputed routes again in the backward pass, which then belongs in the block too.
     ValueError in the forward pass when a token is not in the record, or the choices are not of as
     many experts as the router chooses, or of one that it does not have.
     """
 
     def give(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:
-        return record.find(layer, tokens.rows())
+        rows, real = tokens.rows(), _real(tokens)
+        if real is None:
+            return record.find(layer, rows)
+        found = record.find(layer, rows[real])
+        if found.shape[1] != experts.shape[1]:
+            return found  # refused by the router
+        return experts.index_put((real,), found)
 
     with _replay(model, give):
         yield
+
+
+def _real(tokens: RoutedTokens) -> Tensor | None:
+    """Which are tokens of the data [N]; None: all. Others have the number 0, of another token."""
+    real = tokens.batch.real
+    return None if real is None else real[tokens.mine]
 
 
 @contextmanager
