@@ -40,7 +40,7 @@ lowest: ## The suite against the lowest versions that the packages declare
 nightly: ## Longer suites; docs/nightly.md has the last figures
 	NIGHTLY=1 $(BIN)/pytest tests/system/test_crash.py tests/ckpt/test_kill.py
 	NIGHTLY=1 $(BIN)/pytest tests/ckpt/test_reshard_property.py tests/ckpt/test_speed.py --timeout 3600
-	NIGHTLY=1 $(BIN)/pytest tests/system/test_quickstart.py -k layouts
+	NIGHTLY=1 $(BIN)/pytest tests/system/test_quickstart.py tests/system/test_rl_toy.py
 	NIGHTLY=1 $(BIN)/pytest tests/data/test_kills.py tests/data/datasets
 	NIGHTLY=1 $(BIN)/pytest tests/data/tokenizers/test_materials.py tests/data/preprocessing/test_speed.py
 	NIGHTLY=1 $(BIN)/pytest tests/kernels/test_compiles.py tests/kernels/test_interpreter.py
