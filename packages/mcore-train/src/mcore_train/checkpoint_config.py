@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from mcore_ckpt.codecs import Codec
 from mcore_train.checks import require
 
 _ADDRESS: Final = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a path has lost the second stroke
@@ -108,6 +107,8 @@ class CheckpointConfig:
             f"compression={self.compression} needs checkpoint.directory",
         )
         if self.compression is not None:
+            from mcore_ckpt.codecs import Codec  # it loads torch
+
             Codec.parse(self.compression)
 
     def _check_local(self) -> None:
