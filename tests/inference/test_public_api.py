@@ -4,9 +4,9 @@ import mcore_inference
 
 PUBLIC = """
 AsyncEngine Chunk DrainingError EngineClosedError Generation GenerationError QueueFullError
-LLM Completion ContiguousCache Engine FinishReason ModelRunner Prompt Request SamplingParams
-Scheduler TextStream WeightLink allowed_probabilities completion continuation draw greedy
-load_weights log_probabilities model_tensors sample top_log_probabilities
+LLM Completion ContiguousCache Engine FinishReason ModelRunner PairedCache Prompt Request
+SamplingParams Scheduler TextStream WeightLink allowed_probabilities completion continuation draw
+greedy load_weights log_probabilities model_tensors sample top_log_probabilities
 """
 
 
@@ -28,6 +28,7 @@ def test_signatures_change_only_on_purpose() -> None:
         "tokenizer",
         "chat_template",
         "end_ids",
+        "start_id",
         *limits,
     ]
     assert names(mcore_inference.LLM.from_hf) == [

@@ -155,6 +155,9 @@ def whole_batch() -> str:
 
 def test_a_batch_that_is_no_share_is_refused(ranks: RankPool) -> None:
     assert all("TokenBatch.share(cp.rank, 2)" in line for line in ranks.run(whole_batch, 2))
+    short = build_model(replace(BERT, num_layers=1, max_positions=8))
+    with pytest.raises(ValueError, match=r"a document of 9 tokens is longer .* max_positions=8"):
+        short.stage_forward(example().share(0, 2))
     model = build_model(replace(LLAMA, num_layers=1))
     with pytest.raises(ValueError, match="one of 2 shares of its documents and cp=1"):
         model.loss(example().share(0, 2), counts=GlobalCounts(tokens=16.0))

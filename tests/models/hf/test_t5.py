@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_ckpt.hf import HFFolder, SafetensorsFolder, load_hf, save_hf
+from mcore_inference import Engine, ModelRunner, Request, SamplingParams
 from mcore_models import T5, count_parameters
 from mcore_models.hf import ARCHITECTURES, differences
 from mcore_models.t5 import paired_batch
@@ -114,6 +115,30 @@ def test_logits_and_gradients(tmp_path: Path, version: str) -> None:
         whole = model(input_ids=SOURCE, decoder_input_ids=TOKENS).logits
         again = loaded(tmp_path / "gradients")(TOKENS, source=SOURCE)
     assert (whole - again).norm() < 1e-4 * whole.norm()
+
+
+@all_versions
+def test_it_writes_what_theirs_writes(tmp_path: Path, version: str) -> None:
+    """Greedy, two sources of different lengths together, past what would end a text.
+
+    Theirs without its cache, which takes both stacks for equally high.
+    """
+    model = random_model(version)
+    sources = [row[:size].tolist() for row, size in zip(SOURCE, READ.tolist(), strict=True)]
+    rule = SamplingParams(max_tokens=16, temperature=0)
+    asked = [Request(prompt=tuple(source), params=rule) for source in sources]
+    Engine(ModelRunner(loaded(saved(version, tmp_path)))).run(asked)
+    for source, request in zip(sources, asked, strict=True):
+        found = model.generate(
+            torch.tensor([source]),
+            max_new_tokens=16,
+            do_sample=False,
+            decoder_start_token_id=0,
+            eos_token_id=-1,
+            use_cache=False,
+        )
+        assert request.tokens == found[0, 1:].tolist()
+        assert len(request.tokens) == 16
 
 
 @all_versions

@@ -13,6 +13,7 @@ from mcore_inference.cache import ContiguousCache
 from mcore_inference.engine import Engine
 from mcore_inference.llm import LLM, Prompt, load_weights
 from mcore_inference.output import completion
+from mcore_inference.paired import PairedCache
 from mcore_inference.request import Completion, FinishReason, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import (
@@ -41,6 +42,7 @@ __all__ = [
     "Generation",
     "GenerationError",
     "ModelRunner",
+    "PairedCache",
     "Prompt",
     "QueueFullError",
     "Request",

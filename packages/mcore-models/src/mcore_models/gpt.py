@@ -343,9 +343,10 @@ class GPT(nn.Module):
             wants = "starts from the tokens" if first else "needs the stage before's hidden"
             raise ValueError(f"stage {self.mesh.pp.rank} of {self.mesh.pp.size} {wants}")
         limit = self.config.max_positions
-        if self.config.position == "learned" and batch.max_seqlen > limit:
+        longest = max(batch.lengths or (), default=batch.max_seqlen * batch.shares)
+        if self.config.position == "learned" and longest > limit:
             raise ValueError(
-                f"a document of {batch.max_seqlen} tokens is longer than the position table: "
+                f"a document of {longest} tokens is longer than the position table: "
                 f"at most max_positions={limit}"
             )
 
