@@ -220,6 +220,19 @@ def test_schedules_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert bubble == pytest.approx(7 / (4 * 32 + 7))
 
 
+def test_pairs_hide_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "--stages 8 --microbatches 32 --exchange 1"
+    alone, paired = schedule(capsys, argv), schedule(capsys, f"{argv} --paired")
+    assert "1f1b              1    17.9%       195       8       8       1\n" in alone
+    rows = {line.split()[0]: line.split()[1:] for line in paired.splitlines()[2:]}
+    assert rows == {
+        "1f1b": ["1", "15.8%", "133", "16", "16", "2"],
+        "interleaved": ["2", "8.6%", "122.5", "12", "12", "5"],
+    }
+    drawn = schedule(capsys, "--kind 1f1b --stages 1 --microbatches 2 --exchange 1 --paired")
+    assert drawn.endswith("stage 0 |F0--- F1+B0--- B1------ |\n")
+
+
 def test_schedule_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "new" / "out.png"
     argv = f"--kind interleaved --stages 4 --chunks 2 --microbatches 8 --png {file}"
@@ -239,6 +252,8 @@ def test_schedule_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         ("--microbatches 0", "at least 1 of micro-batches, not 0"),
         ("--micro-batches 0", "at least 1 of micro-batches, not 0"),
         ("--weight -1", "--weight -1.0: a time is 0 or more"),
+        ("--exchange -1", "--exchange -1.0: a time is 0 or more"),
+        ("--kind zb-h1 --paired", "zb-h1 has no pairs of a forward and another micro-batch's"),
     ],
 )
 def test_mistakes_in_schedules(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:

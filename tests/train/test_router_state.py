@@ -62,6 +62,7 @@ def single() -> Record:
     [
         "dp=2,ep=2,dispatch=all-gather,zero=3",
         "pp=2,dp=2,ep=2,schedule=zb-h1,lanes=2",
+        "dp=2,ep=2,zero=2,overlap-experts",
         "tp=2,cp=2,ep=4,etp=1,sp",
     ],
 )

@@ -112,9 +112,7 @@ def step_of(parallel: ParallelConfig, config: ModelConfig = CONFIG, **options: A
     mesh = ParallelMesh.create(parallel)
     assert mesh is not None
     model = build_model(config, mesh, key=RngKey(4), **options)
-    turns = Turns() if parallel.overlap_expert_exchange else None
-    if turns is not None:
-        take_turns(model, turns)
+    turns = take_turns(model) if parallel.overlap_expert_exchange else None
     return Step(mesh, model, turns)
 
 
@@ -313,8 +311,8 @@ def test_a_step_takes_as_long_as_the_simulator_says() -> None:
         clock = Clock()
         experts = partial(MoE, dispatcher=partial(Far, clock))
         model = build_model(config, ParallelMesh.single(), key=RngKey(4), builders={"E": experts})
-        turns = Turns()
-        take_turns(model, turns)
+        turns = take_turns(model)
+        assert take_turns(model) is turns
         for layer in cast(Any, model.layers.values()):
             for part in (layer.attention, layer.moe.experts):
                 on_call(part, partial(clock.compute, 1.0), partial(clock.compute, 2.0))

@@ -15,7 +15,6 @@ from torch import Tensor
 from mcore_models import GPT, AuxiliaryLosses, GlobalCounts, TokenBatch
 from mcore_models.common.moe import ExpertLoads, adapt_routers, expert_loads, take_turns
 from mcore_parallel import ParallelMesh, RngKey, all_reduce, clip_factor, run_schedule
-from mcore_parallel.expert import Turns
 from mcore_parallel.pipeline import (
     Action,
     DeferredGradients,
@@ -134,10 +133,8 @@ class Step:
         self.weight_gradients = None
         if self.schedule(session.plan.micro_batches).splits_backward:
             self.weight_gradients = DeferredGradients(session.model.parameters())
-        self.turns = None
-        if session.mesh.config.overlap_expert_exchange:
-            self.turns = Turns()
-            take_turns(session.model, self.turns)
+        paired = session.mesh.config.overlap_expert_exchange
+        self.turns = take_turns(session.model) if paired else None
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The pipeline schedule of a step of so many micro-batches: a batch may grow."""

@@ -203,11 +203,16 @@ class _UpToHere(torch.autograd.Function):
         return grad
 
 
-def take_turns(model: nn.Module, turns: Turns) -> None:
-    """Let the expert layers of a model take turns where tokens travel; see `Turns`."""
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.turns = turns
+def take_turns(model: nn.Module) -> Turns:
+    """Return what the expert layers of a model take turns by where tokens travel.
+
+    Made and given to them when they have none yet, so that all who run the model share it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    turns = next((layer.turns for layer in layers if layer.turns is not None), None) or Turns()
+    for layer in layers:
+        layer.turns = turns
+    return turns
 
 
 def _replica_mates(mesh: ParallelMesh) -> int:
