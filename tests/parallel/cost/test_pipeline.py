@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -7,20 +8,24 @@ from mcore_parallel.cost.pipeline import Halves, live_chunks, pipeline_time
 from mcore_parallel.pipeline import Action, simulate
 
 
-def config(kind: str, pp: int, chunks: int, group: int | None = None) -> ParallelConfig:
-    return ParallelConfig(pp=pp, schedule=kind, chunks=chunks, microbatch_group=group)
+def config(
+    kind: str, pp: int, chunks: int, group: int | None = None, paired: bool = False
+) -> ParallelConfig:
+    parallel = ParallelConfig(pp=pp, schedule=kind, chunks=chunks, microbatch_group=group)
+    return dataclasses.replace(parallel, ep=2, overlap_expert_exchange=True) if paired else parallel
 
 
-KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
-KINDS += [("zb-v", 2)]
+KINDS = [("gpipe", 1, False), ("1f1b", 1, False), ("interleaved", 2, False)]
+KINDS += [("interleaved", 4, False), ("zb-h1", 1, False), ("zb-v", 2, False)]
+KINDS += [("1f1b", 1, True), ("interleaved", 2, True)]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), KINDS)
-def test_live_activations_are_those_of_the_schedule(kind: str, chunks: int) -> None:
+@pytest.mark.parametrize(("kind", "chunks", "paired"), KINDS)
+def test_live_activations_are_those_of_the_schedule(kind: str, chunks: int, paired: bool) -> None:
     for pp, m, extra in itertools.product((2, 3, 4), (1, 2, 5, 8, 11), (0, 3)):
         group = pp + extra if kind == "interleaved" else None
-        schedule = make_schedule(kind, pp, m, chunks=chunks, group_size=group)
-        layout = config(kind, pp, chunks, group)
+        schedule = make_schedule(kind, pp, m, chunks=chunks, group_size=group, paired=paired)
+        layout = config(kind, pp, chunks, group, paired)
         found = tuple(live_chunks(layout, stage, m) for stage in range(pp))
         peaks = simulate(schedule).peak_activations
         if kind in ("zb-h1", "zb-v"):  # said of the fullest stage, for all
@@ -35,9 +40,10 @@ def uneven(count: int) -> list[Halves]:
     return [*times[:-1], (1.3, 1.4, 1.1)]
 
 
-def simulated(kind: str, pp: int, chunks: int, m: int, transfer: float) -> float:
+def simulated(layout: ParallelConfig, m: int, transfer: float) -> float:
     """All micro-batches one by one."""
-    schedule = make_schedule(kind, pp, m, chunks=chunks)
+    kind, pp, chunks = layout.schedule, layout.pp, layout.chunks
+    schedule = make_schedule(kind, pp, m, chunks=chunks, paired=layout.overlap_expert_exchange)
     halves, line, split = uneven(pp * chunks), schedule.line, schedule.splits_backward
 
     def duration(action: Action) -> float:
@@ -51,13 +57,15 @@ def simulated(kind: str, pp: int, chunks: int, m: int, transfer: float) -> float
     return simulate(schedule, duration).makespan
 
 
-@pytest.mark.parametrize(("kind", "chunks"), KINDS)
+@pytest.mark.parametrize(("kind", "chunks", "paired"), KINDS)
 @pytest.mark.parametrize("transfer", [0.0, 0.05])
-def test_few_micro_batches_tell_the_time_of_many(kind: str, chunks: int, transfer: float) -> None:
+def test_few_micro_batches_tell_the_time_of_many(
+    kind: str, chunks: int, paired: bool, transfer: float
+) -> None:
     for pp, m in ((4, 3), (4, 21), (5, 25)):
-        layout = config(kind, pp, chunks)
+        layout = config(kind, pp, chunks, paired=paired)
         halves = uneven(pp * chunks)
-        whole = simulated(kind, pp, chunks, m, transfer)
+        whole = simulated(layout, m, transfer)
         found = pipeline_time(layout, halves, m, transfer)
         assert found.seconds == pytest.approx(whole, rel=0.01), (pp, m)
         assert found.seconds == pytest.approx(found.busy + found.bubble + found.transfers)

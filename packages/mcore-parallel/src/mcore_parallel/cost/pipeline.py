@@ -125,7 +125,7 @@ def _by_formula(
         if config.schedule == "zb-h1":
             return work + (p - 1) * (forward + max(0.0, backward - weight)), messages
         return work + (p - 1) * forward / 2, messages
-    if config.chunks == 1 and config.schedule != "gpipe":
+    if config.chunks == 1 and config.schedule == "1f1b" and not config.overlap_expert_exchange:
         # a stage waits for the way to its neighbour and back in every round
         messages += 2 * transfer * max(0, micro_batches - p) * (p - 1) / p
     return work + (sum(totals) - longest) / config.chunks, messages
