@@ -1,8 +1,10 @@
 """The pool of ranks of this test session."""
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -21,15 +23,18 @@ PRELOAD = (
     "mcore_rl",
 )
 
-# Beside another worker of pytest, a command with a thread for each core would mostly wait for its
-# own threads.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-
 # Commands that tests start keep what they compile: without it, importing torch takes each of them
 # three times as long.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Beside another worker of pytest, a command with a thread for each core would mostly wait for
+    # its own threads.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # A process forks from one server, and `launch_local` would start one that has imported less.
+    multiprocessing.set_forkserver_preload(["mcore_parallel.testing._worker", *PRELOAD])
+    forkserver.ensure_running()
 
 # As in the ranks: sums over threads are taken in another order, and some comparisons are bitwise.
 torch.set_num_threads(1)

@@ -35,7 +35,7 @@ DTYPES = [
 ]
 RankLayouts = list[dict[str, TensorLayout]]
 Model = dict[str, tuple[tuple[int, ...], torch.dtype]]
-EXAMPLES = 500 if os.environ.get("NIGHTLY") else 40
+EXAMPLES, LIVE_EXAMPLES = (500, 500) if os.environ.get("NIGHTLY") else (40, 25)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ def move(
 
 
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=LIVE_EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.reuse, Phase.generate],  # shrinking over live ranks would take minutes

@@ -74,19 +74,18 @@ def test_parity_names_what_differs(config: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_torchrun(config: str, tmp_path: Path) -> None:
+def test_torchrun(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same training under torchrun and over local processes."""
     torchrun = Path(sys.executable).parent / "torchrun"
-    tail = ["-m", "mcore_train.cli", "pretrain", "--config", config, "--parallel.tp", "2"]
-    for name, head in (
-        ("torchrun", [str(torchrun), "--standalone", "--nproc-per-node", "2"]),
-        ("local", [sys.executable]),
-    ):
-        command = [*head, *tail, "--log.directory", str(tmp_path / name)]
-        command += ["--nproc", "2"] if name == "local" else []
-        result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.count("trained from step 0 to step 2") == 1
+    head = [str(torchrun), "--standalone", "--nproc-per-node", "2", "-m", "mcore_train.cli"]
+    options = ["pretrain", "--config", config, "--parallel.tp", "2", "--log.directory"]
+    command = [*head, *options, str(tmp_path / "torchrun")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    capsys.readouterr()
+    assert main([*options, str(tmp_path / "local"), "--nproc", "2"]) == 0
+    for said in (result.stdout, capsys.readouterr().out):
+        assert said.count("trained from step 0 to step 2") == 1
     rows = [
         [(r["step"], r.get("loss")) for r in read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("torchrun", "local")
