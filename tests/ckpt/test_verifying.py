@@ -215,9 +215,9 @@ def test_a_damaged_attached_file(path: Path) -> None:
 
 def test_a_newer_format_is_refused(path: Path) -> None:
     document = json.loads((path / "manifest.json").read_text())
-    data = json.dumps(document | {"version": 2}).encode()
+    data = json.dumps(document | {"version": 3}).encode()
     (path / "manifest.json").write_bytes(data)
     marker = Marker(manifest_bytes=len(data), manifest_sha256=sha256(data))
     (path / "COMMIT").write_bytes(marker.encode())
-    with pytest.raises(mcore_ckpt.CheckpointError, match=r"version 2; this release .* versions 1"):
+    with pytest.raises(mcore_ckpt.CheckpointError, match=r"version 3; this release .* versions 1"):
         mcore_ckpt.open(path)
