@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -123,6 +124,18 @@ def test_death_names_the_rank_and_the_next_job_has_new_workers(
     with pytest.raises(RankDiedError, match=rf"rank 1 of 2 died \({how}\)"):
         ranks.run(fail_on, 2, 1, kind)
     assert not set(ranks.run(pid, 2)) & set(workers)
+
+
+def crowd(threads: int) -> int:
+    for _ in range(threads):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_workers_that_threads_of_earlier_jobs_crowd_are_replaced(ranks: RankPool) -> None:
+    before = ranks.run(crowd, 2, 5)
+    assert ranks.run(crowd, 2, 200) == before
+    assert not set(ranks.run(crowd, 2, 0)) & set(before)
 
 
 def test_hang_names_the_ranks_and_shows_where_they_stand(ranks: RankPool) -> None:

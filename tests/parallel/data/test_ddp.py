@@ -1,6 +1,8 @@
 """Gradient buckets: what is summed, when, and over whom."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -41,6 +43,25 @@ class Tokens(nn.Module):
 
     def forward(self, values, tokens):
         return (values * self.weight).sum() / tokens
+
+
+def drop_buckets():
+    mesh = make_mesh()
+    model = Tokens()
+    specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+    buckets = GradientBuckets(dict(model.named_parameters()), specs, mesh)
+    gone = weakref.ref(buckets)
+    del buckets
+    with pytest.raises(RuntimeError, match="weight arrived after its buckets were dropped"):
+        model(torch.ones(1), 1).backward()
+    whole = weakref.ref(model)
+    del model
+    gc.collect()
+    return gone() is None and whole() is None
+
+
+def test_a_model_and_its_buckets_go_when_nobody_holds_them(ranks):
+    assert ranks.run(drop_buckets, 1) == [True]
 
 
 def accumulate(micro_batches_of_rank, tokens, changes=None):

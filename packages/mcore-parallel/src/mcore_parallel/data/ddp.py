@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from mcore_parallel.data.buckets import make_buckets
 from mcore_parallel.data.main_grad import main_grad
 from mcore_parallel.data.partition import Partition, flat
 from mcore_parallel.data.reduction import Reduction, sum_copies
-from mcore_parallel.data.share import Share, Slot, grads_of, reduction_group
+from mcore_parallel.data.share import Share, grads_of, reduction_group
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor
 from mcore_parallel.mesh import ParallelMesh
@@ -28,7 +29,8 @@ class GradientBuckets:
     Parameters become views of flat buffers, and `data.main_grad(parameter)` is a view of another.
     When backward has accumulated a gradient, a hook adds it there and drops `.grad`; a layer that
     adds its weight gradient to it itself sets `parameter.grad_added_to_main` to True and hands
-    autograd any tensor of the right shape.
+    autograd any tensor of the right shape. The parameters do not keep the buckets: whoever trains
+    them does.
 
     Dense parameters are summed over `mesh.dp_cp`, expert ones over `mesh.edp`; nothing is divided
     (divide the loss by the global number of tokens). With `mesh.config.sharding` each rank gets the
@@ -87,7 +89,7 @@ class GradientBuckets:
         self._started = 0  # buckets whose reduction has started, in order
         self._under_way: list[Reduction] = []
         self._hooks = [
-            slot.param.register_post_accumulate_grad_hook(self._hook(i, slot))  # type: ignore[no-untyped-call]
+            slot.param.register_post_accumulate_grad_hook(self._hook(i, slot.name))  # type: ignore[no-untyped-call]
             for i, bucket in enumerate(self.buckets)
             for slot in bucket.slots
         ]
@@ -219,30 +221,44 @@ class GradientBuckets:
             for slot in bucket.slots:
                 del slot.param.main_grad, slot.param.grad_added_to_main  # type: ignore[attr-defined]
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+    def _hook(self, index: int, name: str) -> Callable[[Tensor], None]:
+        # A hook belongs to the parameter where no garbage collector looks: one that held these
+        # buckets, and so the parameter, would keep both and their groups for ever.
+        reference = weakref.ref(self)
+
         def accumulate(param: Tensor) -> None:
-            if param.grad is None and not param.grad_added_to_main:  # type: ignore[attr-defined]
-                return  # the operator keeps it for later (`DeferredGradients`), or there is none
-            passing = index < self._num_passing
-            if passing and slot.name not in self._missing[index]:
-                self._end_backward()  # a second gradient: another backward pass has begun
-            if self.finished or index < self._started:
+            buckets = reference()
+            if buckets is None:
                 raise RuntimeError(
-                    f"a gradient of {slot.name} arrived after its bucket was reduced: call zero() "
-                    f"before a new step, and all but the last backward inside no_sync()"
+                    f"a gradient of {name} arrived after its buckets were dropped: keep them as "
+                    f"long as their parameters are trained, or close() them"
                 )
-            if param.grad_added_to_main:  # type: ignore[attr-defined]
-                param.grad_added_to_main = False  # type: ignore[attr-defined]
-            else:
-                assert param.grad is not None
-                main_grad(param).add_(param.grad)
-            param.grad = None
-            if self._sync or passing:
-                self._missing[index].discard(slot.name)
-                if self.mesh.config.overlap:
-                    self._start_complete()
+            buckets._accumulate(param, index, name)
 
         return accumulate
+
+    def _accumulate(self, param: Tensor, index: int, name: str) -> None:
+        """Take over the gradient of the parameter `name` in the bucket `index`."""
+        if param.grad is None and not param.grad_added_to_main:  # type: ignore[attr-defined]
+            return  # the operator keeps it for later (`DeferredGradients`), or there is none
+        passing = index < self._num_passing
+        if passing and name not in self._missing[index]:
+            self._end_backward()  # a second gradient: another backward pass has begun
+        if self.finished or index < self._started:
+            raise RuntimeError(
+                f"a gradient of {name} arrived after its bucket was reduced: call zero() "
+                f"before a new step, and all but the last backward inside no_sync()"
+            )
+        if param.grad_added_to_main:  # type: ignore[attr-defined]
+            param.grad_added_to_main = False  # type: ignore[attr-defined]
+        else:
+            assert param.grad is not None
+            main_grad(param).add_(param.grad)
+        param.grad = None
+        if self._sync or passing:
+            self._missing[index].discard(name)
+            if self.mesh.config.overlap:
+                self._start_complete()
 
     def _end_backward(self) -> None:
         """Reduce the gradients of which only shards are kept, and expect them again."""

@@ -27,6 +27,7 @@ from mcore_parallel.testing._worker import LEAVE, Job, serve
 _FRAMES = 12  # innermost frames of a rank that hangs
 _START = 120.0  # seconds that workers may take to start
 _GRACE = 5.0  # seconds that the other ranks have to notice that one has failed
+_THREADS = 120  # of a worker: gloo has three for each group, of which one wakes 100 times a second
 
 
 class RankHungError(TimeoutError):
@@ -40,12 +41,21 @@ class _Worker:
     stacks: Path
 
 
+def _crowded(worker: _Worker) -> bool:
+    """Whether groups of earlier jobs, which torch or a test kept, take too much of the machine."""
+    try:
+        return len(os.listdir(f"/proc/{worker.process.pid}/task")) > _THREADS
+    except OSError:  # only Linux tells
+        return False
+
+
 class RankPool:
     """Processes on this machine that run functions as the ranks of a gloo world.
 
-    Workers start when they are first needed (forkserver, torch preloaded) and stay; every job gets
-    a new world of the first n of them. `close()` ends them, as does leaving the `with` block.
-    Modules named in `preload` are imported once, before the workers are forked.
+    Workers start when they are first needed (forkserver, torch preloaded) and stay, until groups
+    that earlier jobs did not let go of crowd them; every job gets a new world of the first n.
+    `close()` ends them, as does leaving the `with` block. Modules named in `preload` are imported
+    once, before the workers are forked.
     """
 
     def __init__(self, max_ranks: int = 8, *, preload: Sequence[str] = ()) -> None:
@@ -151,7 +161,7 @@ class RankPool:
         self._kill()
 
     def _start(self, count: int) -> None:
-        if any(not worker.process.is_alive() for worker in self._workers):
+        if any(not worker.process.is_alive() or _crowded(worker) for worker in self._workers):
             self._kill()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mcore_parallel.testing._worker", *self.preload])
