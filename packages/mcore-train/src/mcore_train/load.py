@@ -222,13 +222,18 @@ def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
             checked[key] = _checked(value, inner, f"{place}{key}.")
         elif isinstance(value, int | float) and _is_text(hints[key]):
             checked[key] = str(value)
-        elif isinstance(value, str) and tuple[str, ...] in typing.get_args(hints[key]):
+        elif isinstance(value, str) and _is_words(hints[key]):
             checked[key] = value.split()
-        elif isinstance(value, list) and tuple[str, ...] in typing.get_args(hints[key]):
+        elif isinstance(value, list) and _is_words(hints[key]):
             checked[key] = [str(word) for word in value]  # `[0.3, code, 0.7, web]`
         else:
             checked[key] = value
     return checked
+
+
+def _is_words(hint: Any) -> bool:
+    """Whether a field is a row of words, or may be one."""
+    return tuple[str, ...] in (hint, *typing.get_args(hint))
 
 
 def _dataclass_in(hint: Any) -> Any:
