@@ -89,35 +89,13 @@ def test_the_others_name_the_rank(tmp_path: Path, ranks: RankPool, how: str) -> 
     assert said[0].endswith(gone.partition(": ")[2])
 
 
-def mismatched() -> str:
-    mesh = ParallelMesh.create(ParallelConfig(tp=2), timeout=datetime.timedelta(seconds=2))
-    assert mesh is not None
-    try:
-        if mesh.tp.rank == 0:
-            all_reduce(torch.ones(3), mesh.tp)
-        else:
-            time.sleep(4)
-    except CollectiveError as error:
-        return str(pickle.loads(pickle.dumps(error)))
-    return "done"
-
-
-def test_the_error_can_be_pickled(ranks: RankPool) -> None:
-    assert ranks.run(mismatched, 2)[0] == (
-        "rank 0, all_reduce over tp (ranks 0, 1): timed out: rank 1 has not come, and not failed "
-        "either"
-    )
-
-
 def one_after_another() -> list[str]:
     """What this rank says of two faults: in the first rank 1 does not come, then rank 0."""
     said: list[str] = []
     store, me = _torch.default_store(), dist.get_rank()
     with mock.patch.dict(faults._NOTICE, {True: 0.5}):
         for absent in (1, 0):
-            mesh = ParallelMesh.create(
-                ParallelConfig(tp=2), timeout=datetime.timedelta(seconds=TIMEOUT)
-            )
+            mesh = ParallelMesh.create(ParallelConfig(tp=2), timeout=datetime.timedelta(seconds=2))
             assert mesh is not None
             over = f"the rank that waited for {absent} has given up"
             if me == absent:
@@ -126,16 +104,22 @@ def one_after_another() -> list[str]:
                 try:
                     all_reduce(torch.ones(3), mesh.tp)
                 except CollectiveError as error:
-                    said.append(error.reason)
+                    said.append(str(pickle.loads(pickle.dumps(error))))
                 store.set(over, "1")
             mesh.close()
     return said
 
 
 def test_two_faults_are_told_apart(ranks: RankPool) -> None:
-    """What a rank told of the first is not taken for the reason of the second."""
-    gone = "timed out: rank {} has not come, and not failed either"
-    assert ranks.run(one_after_another, 2) == [[gone.format(1)], [gone.format(0)]]
+    """What a rank told of the first is not taken for the reason of the second.
+
+    Errors can be pickled.
+    """
+    said = (
+        "rank {}, all_reduce over tp (ranks 0, 1): timed out: rank {} has not come, and not failed "
+        "either"
+    )
+    assert ranks.run(one_after_another, 2) == [[said.format(0, 1)], [said.format(1, 0)]]
 
 
 class Lost:
