@@ -1,6 +1,7 @@
 """An encoder-decoder writes with its cache what it writes without."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, SamplingParams
 from mcore_inference.engine import Engine
+from mcore_inference.llm import generation_start
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
 from mcore_models import T5, AttentionConfig, ModelConfig, T5Config, build_model
@@ -83,7 +85,7 @@ def test_cut_over_ranks_it_writes_the_same(ranks: RankPool) -> None:
     assert ranks.run(generated, 2, "tp=2") == [generated("tp=1")] * 2
 
 
-def test_texts_are_read_and_not_continued() -> None:
+def test_texts_are_read_and_not_continued(tmp_path: Path) -> None:
     """An answer is the text of the new tokens alone; sources of text end as the training's did."""
     tokenizer = ByteTokenizer()
     llm = LLM(model_of().float(), tokenizer, start_id=START)
@@ -91,6 +93,9 @@ def test_texts_are_read_and_not_continued() -> None:
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     assert list(found.prompt_token_ids) == [*tokenizer.encode("abc"), *ends]
     assert len(found.token_ids) == 9
+    (tmp_path / "config.json").write_text('{"decoder_start_token_id": 7}')
+    assert generation_start(tmp_path) == START
+    assert generation_start(tmp_path / "none") == 0
     with pytest.raises(ValueError, match="reads a prompt by its encoder"):
         llm.generate("abc", SamplingParams(prompt_logprobs=True))
     with pytest.raises(ValueError, match=r"start_id=300 is outside .* 0 to 299"):

@@ -52,6 +52,19 @@ def test_computations_take_turns() -> None:
     assert in_turns([]) == []
 
 
+def test_lanes_of_a_share_know_how_long_their_documents_are() -> None:
+    """Documents of 3, 9, 1 and 3 tokens were filled up; two go into each lane."""
+    whole = TokenBatch.from_samples(
+        torch.zeros(1, 16, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3, 12, 13, 16])
+    )
+    share = whole.share(0, 2)
+    assert share.lengths == (3, 9, 1, 3)
+    parts = split_lanes(TokenContext(batch=share), 2)
+    assert [context.batch.lengths for context, _ in parts] == [(3, 9), (1, 3)]
+    even = TokenBatch.from_samples(torch.zeros(2, 8, dtype=torch.int64)).share(0, 2)
+    assert even.lengths is None
+
+
 def batch_of(rank: int, packed: bool) -> TokenBatch:
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(31, (4, 6), generator=generator)

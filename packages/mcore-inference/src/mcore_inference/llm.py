@@ -268,6 +268,7 @@ class _Source:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     end_ids: tuple[int, ...]
+    start_id: int
 
 
 def _assembled(model: GPT, source: _Source, limits: dict[str, int]) -> LLM:
@@ -276,6 +277,7 @@ def _assembled(model: GPT, source: _Source, limits: dict[str, int]) -> LLM:
         source.tokenizer,
         chat_template=source.chat_template,
         end_ids=source.end_ids,
+        start_id=source.start_id,
         **limits,
     )
 
@@ -317,6 +319,7 @@ def _open(
         tokenizer=tokenizer,
         chat_template=chat,
         end_ids=generation_ends(folder / "files" / "hf"),
+        start_id=generation_start(folder / "files" / "hf"),
     )
 
 
@@ -334,6 +337,7 @@ def _open_hf(
         tokenizer=tokenizer,
         chat_template=chat,
         end_ids=generation_ends(opened.path),
+        start_id=generation_start(opened.path),
     )
 
 
@@ -353,15 +357,28 @@ def generation_ends(folder: Path) -> tuple[int, ...]:
     `eos_token_id` of `generation_config.json`, or without that file of `config.json`: one or
     several, or none.
     """
+    ends = _generation(folder, "eos_token_id")
+    return tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def generation_start(folder: Path) -> int:
+    """Return the id from which a decoder that reads an encoder starts, `decoder_start_token_id`.
+
+    Of the same files; 0, T5's padding, where they do not say.
+    """
+    return int(_generation(folder, "decoder_start_token_id") or 0)
+
+
+def _generation(folder: Path, field: str) -> Any:
+    """A field of the first of the two files that is there; None without it."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
             try:
-                ends = json.loads(path.read_bytes()).get("eos_token_id")
+                return json.loads(path.read_bytes()).get(field)
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{path}: no JSON object ({error})") from None
-            return tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return ()
+    return None
 
 
 def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:
