@@ -16,7 +16,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from mcore_kernels import OPERATORS, Assignment, Target, custom_ops, resolve, rope_cos_sin
+from mcore_kernels import (
+    OPERATORS,
+    Assignment,
+    RoutingRule,
+    Target,
+    custom_ops,
+    resolve,
+    rope_cos_sin,
+)
+from mcore_kernels.ops.ssd_scan.limits import MAX_FLOAT32
 from mcore_kernels.testing import conformance
 from mcore_kernels.testing.cases import cases
 
@@ -74,8 +83,28 @@ def real_calls(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     if op == "causal_conv1d":
         ends = torch.tensor([0, 64], dtype=torch.int32)
         yield x(64, 4352), x(4352, 4), x(4352), {"cu_seqlens": ends, "silu": True}
+    if op == "ssd_scan":
+        for heads, size, groups, state in ((64, 64, 1, 128), (24, 64, 8, 64), (8, 128, 1, 256)):
+            if dtype == torch.float32 and size * state > MAX_FLOAT32:
+                continue
+            ends = torch.tensor([0, 500, 640], dtype=torch.int32)
+            grouped = (640, groups, state)
+            yield (
+                x(640, heads, size),
+                x(640, heads),
+                torch.zeros(heads),
+                x(*grouped),
+                x(*grouped),
+                {"cu_seqlens": ends, "max_seqlen": 500, "d": torch.ones(heads)},
+            )
     if op == "grouped_linear":
         yield x(1024, 2048), x(16, 1536, 2048), torch.full((16,), 64), {}
+    if op == "moe_route":
+        yield x(64, 128), None, {"rule": RoutingRule(top_k=8, normalise=True)}
+        deepseek = RoutingRule(
+            top_k=8, score="sigmoid", normalise=True, scale=2.5, num_groups=8, top_groups=4
+        )
+        yield x(64, 256), torch.zeros(256), {"rule": deepseek}
     if op == "paged_attention":
         for head in (64, 128, 256):
             cache = torch.zeros(8, 64, 8, head, dtype=dtype)

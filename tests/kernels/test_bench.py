@@ -80,8 +80,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (
-            ["--op", "gated_delta_rule"],
-            "bench: nothing is measured of 'gated_delta_rule'; there are linear, ",
+            ["--op", "gated_delta"],
+            "no operator 'gated_delta'; did you mean 'gated_delta_rule'?",
         ),
         (["--op", "gelus"], "no operator 'gelus'; did you mean 'gelu'?"),
         (["--hidden", "200"], "hidden must be a multiple of 128, got 200; 256 is"),

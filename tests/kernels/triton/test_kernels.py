@@ -10,7 +10,9 @@ import torch
 
 from mcore_kernels import OPERATORS, KernelConfig, Kernels, Target, resolve
 from mcore_kernels.ops.norm_limits import MAX_HIDDEN
-from mcore_kernels.testing import assert_matches_reference
+from mcore_kernels.testing import assert_matches_reference, conformance
+from mcore_kernels.testing.case import Case
+from mcore_kernels.testing.cases import cases
 
 NAMES = [op for op, operator in OPERATORS.items() if operator.get("triton") is not None]
 
@@ -23,11 +25,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("op", NAMES)
-def test_it_matches_the_specification(op: str, target: Target) -> None:
+def test_it_matches_the_specification(
+    op: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The interpreter takes milliseconds for a program; a GPU takes all cases in all dtypes.
-    every = 4 if target.interpret and "NIGHTLY" not in os.environ else 1
+    every = 8 if target.interpret and "NIGHTLY" not in os.environ else 1
+    if every > 1 and op == "ssd_scan":  # six launches each way
+        monkeypatch.setattr(conformance, "cases", _each_third)
     done = assert_matches_reference(op, "triton", target=target, every=every)
     assert {line.partition(":")[0] for line in done} == {"float32", "bfloat16", "float16"}
+
+
+def _each_third(op: str, *, seed: int) -> list[Case]:
+    """Every third case, and the last: the one with NaN."""
+    all_of_them = cases(op, seed=seed)
+    return [*all_of_them[::3], all_of_them[-1]]
 
 
 def test_pages_in_parts_are_merged(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

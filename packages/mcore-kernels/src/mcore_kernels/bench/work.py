@@ -296,8 +296,9 @@ def _grad_stats(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
 
 def _moe_route(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
     logits, rule = make(of.tokens, 128, kind=torch.float32), RoutingRule(top_k=8, normalise=True)
-    yield Work(
-        name="forward", run=lambda: call(logits, rule=rule), num_bytes=2.0 * logits.numel() * 4
+    size = 2.0 * logits.numel() * 4
+    yield from _both(
+        lambda given: call(given, rule=rule), [logits], forward=(size, 0), backward=(1.5 * size, 0)
     )
 
 
@@ -312,19 +313,41 @@ def _causal_conv1d(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
 
 
 def _ssd_scan(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
-    rows, heads, state = max(of.tokens // 8, 1), max(of.hidden // 64, 1), 128
+    # As Mamba-2: heads of 64 with states of 128, one group; a document long enough for many chunks.
+    rows, heads, state = max(of.tokens // 2, 1), of.hidden // 64, 128
     x, dt = make(rows, heads, 64), make(rows, heads)
-    b, c = (make(rows, 1, state) for _ in range(2))
+    b, c = (make(rows, 1, state).div_(state**0.5) for _ in range(2))
     a_log = make(heads, kind=torch.float32)
     ends = torch.tensor([0, rows], dtype=torch.int32, device=x.device)
-    size = 2.0 * (x.numel() + b.numel()) * x.itemsize
-    yield Work(
-        name="forward",
-        run=lambda: call(
-            x, dt, a_log, b, c, cu_seqlens=ends, max_seqlen=rows, dt_limits=(0.0, 1.0)
-        ),
-        num_bytes=size,
-    )
+    size = float(x.itemsize * (x.numel() + dt.numel() + b.numel() + c.numel()))
+    out = float(x.numel() * x.itemsize)
+    # Scores of a group, shares and states of each head, in chunks of 64; and their transposes.
+    flops = 2.0 * rows * (64 * state + heads * 64 * (64 + 2 * state))
+    yield from _both(
+        lambda *given: call(
+            *given, cu_seqlens=ends, max_seqlen=rows, dt_limits=(0.0, 1.0)
+        )[0],
+        [x, dt, a_log, b, c],
+        forward=(size + out, flops), backward=(2 * size + out, 2 * flops),
+    )  # fmt: skip
+
+
+def _gated_delta_rule(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
+    # As in Qwen3-Next: twice as many value heads as key heads, all of 128.
+    rows, heads = max(of.tokens // 2, 1), max(of.hidden // _HEAD // 2, 1) * 2
+    q, k = (make(rows, heads // 2, _HEAD) for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    v, beta = make(rows, heads, _HEAD), make(rows, heads).sigmoid()
+    g = -make(rows, heads, kind=torch.float32).abs() * 0.1
+    ends = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
+    size = float(sum(one.numel() * one.itemsize for one in (q, k, v, g, beta)))
+    out = float(v.numel() * v.itemsize)
+    # Keys and queries with keys, the system and its solution, states read twice and written.
+    flops = 2.0 * rows * heads * (64 * 2 * _HEAD + 64 * 3 * _HEAD + 4 * _HEAD * _HEAD)
+    yield from _both(
+        lambda *given: call(*given, cu_seqlens=ends, max_seqlen=rows)[0], [q, k, v, g, beta],
+        forward=(size + out, flops), backward=(2 * size + out, 2 * flops),
+    )  # fmt: skip
 
 
 def _sample(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
@@ -364,6 +387,7 @@ _WORKS: dict[str, Callable[[Any, Sizes, Make], Iterator[Work]]] = {
     "grad_stats": _grad_stats,
     "causal_conv1d": _causal_conv1d,
     "ssd_scan": _ssd_scan,
+    "gated_delta_rule": _gated_delta_rule,
     "sample": _sample,
 }
 
