@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from mcore_train.parity.cells import AXES, Cell
-from mcore_train.parity.covering import pairs_of, small_matrix
+from mcore_train.parity.covering import pairs_of, small_matrix, spread
 
 Value = tuple[str, str]
 SPLIT = [value for value in AXES["pipeline"] if "interleaved" in value or "zb" in value]
@@ -46,6 +46,17 @@ def test_they_are_few_small_and_not_refused(cells: list[Cell]) -> None:
     assert not any(cell.is_vacuous for cell in cells)
     families = [sum(cell["family"] == family for cell in cells) for family in AXES["family"]]
     assert min(families) >= len(cells) // 6
+
+
+def test_an_order_in_which_values_meet_early(cells: list[Cell]) -> None:
+    """The first of one rank brings all of its pairs; copies of what was there come last."""
+    few = [Cell.of({"family": family}) for family in AXES["family"]]
+    order = spread([*cells, *few, *few])
+    assert sorted(cell.values for cell in order) == sorted(c.values for c in [*cells, *few, *few])
+    assert {cell.values for cell in order[-len(few) :]} == {cell.values for cell in few}
+    half = {pair for cell in order[: len(cells) // 2] for pair in pairs_of(cell)}
+    other = {pair for cell in order[len(cells) // 2 :] for pair in pairs_of(cell)}
+    assert len(half) > len(other - half) * 2
 
 
 def test_the_same_combinations_every_time(cells: list[Cell]) -> None:

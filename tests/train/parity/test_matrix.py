@@ -148,12 +148,13 @@ def test_the_full_matrix_has_every_value_of_every_axis(full: list[Cell]) -> None
     assert {cell["experts"] for cell in runs} == set(AXES["experts"])
 
 
-@pytest.mark.parametrize("family", ["moe", "hybrid"])
+@pytest.mark.parametrize("family", ["gpt", "moe", "hybrid"])
 def test_all_axes_at_once_are_not_refused(full: list[Cell], family: str) -> None:
-    """tp, pp with each schedule, cp of each kind, ep, and sharded optimizer state."""
+    """tp, pp with each schedule, cp of each kind, ep of experts, and sharded optimizer state."""
     wanted = {"family": family, "level": "zero=1"}
     mine = [cell for cell in full if all(cell[axis] == value for axis, value in wanted.items())]
-    every = [c for c in mine if all(c[a] for a in ("tensor", "pipeline", "context", "experts"))]
+    every = [c for c in mine if all(c[axis] for axis in ("tensor", "pipeline", "context"))]
+    every = [c for c in every if (c["experts"] == "") == (family == "gpt")]
     assert len({(cell["pipeline"], cell["context"]) for cell in every}) == 5 * 4
     assert [cell for cell in every if cell.refusal is not None] == []
 
@@ -164,6 +165,13 @@ def test_parts_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {cell.values for part in parts for cell in part} == {cell.values for cell in CELLS}
     assert sum(map(len, parts)) == len(CELLS)
     assert {cell["family"] for cell in choose_cells("small", family="hybrid")} == {"hybrid"}
+    full = [*CELLS, Cell.of({"family": "gpt", "experts": "ep=2"})]
+    monkeypatch.setattr("mcore_train.parity.matrix.full_matrix", lambda: full)
+    nights = [choose_cells("full", part=f"{i}/3") for i in (1, 2, 3)]
+    dealt = sorted(cell.values for night in nights for cell in night)
+    assert dealt == sorted(cell.values for cell in full)
+    ranks = [sum(c.world_size for c in night if c.refusal is None) for night in nights]
+    assert max(ranks) - min(ranks) <= 2 * max(cell.world_size for cell in CELLS)
     with pytest.raises(ValueError, match="family 'gtp': known are gpt, moe, hybrid, bert, t5"):
         choose_cells("small", family="gtp")
     for part in ("0/3", "4/3", "2", "a/b"):

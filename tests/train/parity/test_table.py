@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from mcore_models import ModelConfig
+from mcore_parallel import ParallelConfig
 from mcore_train.cli import main
-from mcore_train.parity.cells import Cell, table_matrix
-from mcore_train.parity.table import find_rules
+from mcore_train.parity.cells import Cell, _refusal, table_matrix
+from mcore_train.parity.table import combination_tables, find_rules
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel-combinations.md"
 
@@ -29,3 +31,18 @@ def test_rules_explain_every_refusal_and_nothing_that_works() -> None:
     assert [cell for cell in cells if is_named(cell) != (cell.refusal is not None)] == []
     # Half of what is asked of the three families without experts is about experts.
     assert sum(cell.refusal is None for cell in cells) > len(cells) / 3
+
+
+def test_a_refusal_that_the_page_does_not_know_makes_it_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(model: ModelConfig, parallel: ParallelConfig) -> None:
+        if model.mamba is not None and parallel.cp == 4:
+            raise ValueError("a scan over four ranks")
+
+    monkeypatch.setattr("mcore_train.parity.cells._refusal", _refusal.__wrapped__)
+    monkeypatch.setattr("mcore_train.parity.cells.check_layout", check)
+    tables = combination_tables()
+    assert tables not in PAGE.read_text()
+    assert "| `hybrid` with `cp=4,cp-kind=two-level:2` |" in tables
+    assert "| a scan over four ranks |" in tables

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 
@@ -149,11 +149,7 @@ class Cell:
     @cached_property
     def refusal(self) -> str | None:
         """Why it cannot be trained, or None: what a user who asks for it is told."""
-        try:
-            self.config()
-        except ValueError as error:
-            return str(error)
-        return None
+        return _refusal(self)
 
     @property
     def is_vacuous(self) -> bool:
@@ -169,6 +165,15 @@ def _recompute(name: str, model: ModelConfig) -> RecomputeConfig:
         parts = tuple(part for part in found.parts if part != "norm")
         found = dataclasses.replace(found, parts=parts)
     return found
+
+
+@cache  # of thousands of combinations, which the matrix and its tables make anew
+def _refusal(cell: Cell) -> str | None:
+    try:
+        cell.config()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def table_matrix() -> Iterator[Cell]:

@@ -1,10 +1,11 @@
-"""A small set of combinations in which every two values of different axes meet."""
+"""Few combinations in which every two values meet, and orders in which every three meet early."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from mcore_train.parity.cells import AXES, Cell
@@ -28,6 +29,34 @@ def small_matrix(most_ranks: int = 8) -> list[Cell]:
 def pairs_of(cell: Cell) -> Iterator[Pair]:
     """Yield the pairs that a combination covers."""
     yield from combinations(zip(AXES, cell.values, strict=True), 2)
+
+
+def spread(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the combinations in an order in which every three values that go together meet early.
+
+    Greedy: next is the one with most new triples for its ranks.
+    """
+    left = list(cells)
+    triples = [list(combinations(zip(AXES, cell.values, strict=True), 3)) for cell in left]
+    met: set[tuple[Value, ...]] = set()
+
+    def rank(place: int) -> tuple[float, int]:
+        new = sum(triple not in met for triple in triples[place])
+        return -new / (left[place].world_size + 1), place
+
+    # What one adds never grows: a rank that is stale is at best as good as it says.
+    heap = [rank(place) for place in range(len(left))]
+    heapq.heapify(heap)
+    order: list[Cell] = []
+    while heap:
+        now = rank(heap[0][1])
+        if now > heap[0]:
+            heapq.heapreplace(heap, now)
+        else:
+            place = heapq.heappop(heap)[1]
+            order.append(left[place])
+            met.update(triples[place])
+    return order
 
 
 class _Covering:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,10 +16,13 @@ from mcore_parallel import ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_train.load import config_to_tree
 from mcore_train.parity.cells import MOST_RANKS, Cell, full_matrix
-from mcore_train.parity.covering import small_matrix
+from mcore_train.parity.covering import small_matrix, spread
 from mcore_train.parity.families import FAMILIES, STEPS, family_config, write_documents
 from mcore_train.parity.metric import LEAST_MARGIN, Record, Report, compare
 from mcore_train.parity.run import comparable, record, record_rank
+
+PRELOAD = ("mcore_train.parity", "mcore_parallel.data.fully", "torch._dynamo")
+"""What every rank imports, and in part only when it first shards parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +157,7 @@ def run_matrix(cells: Iterable[Cell]) -> Iterator[Outcome]:
 
     What goes wrong in one of them is its outcome, and the others go on.
     """
-    preload = ("mcore_train.parity",)
-    with RankPool(MOST_RANKS, preload=preload) as pool, Matrix(pool) as matrix:
+    with RankPool(MOST_RANKS, preload=PRELOAD) as pool, Matrix(pool) as matrix:
         for cell in cells:
             try:
                 yield matrix.run(cell)
@@ -166,7 +169,9 @@ def run_matrix(cells: Iterable[Cell]) -> Iterator[Outcome]:
 def choose_cells(matrix: str, *, family: str | None = None, part: str = "1/1") -> list[Cell]:
     """Return the combinations of the "small" or the "full" matrix: of a family, and a part of them.
 
-    part "i/n" is every n-th from the i-th on: what one night has time for.
+    Part "i/n" of the small matrix is every n-th from the i-th on. The full one is first put in an
+    order in which all values meet early, and cut into parts of equally many ranks in all: what one
+    night has time for, the first of them with most that is new. What is refused is dealt out.
 
     Raises:
         ValueError: there is no such family, or the part is not of that form.
@@ -176,6 +181,14 @@ def choose_cells(matrix: str, *, family: str | None = None, part: str = "1/1") -
     first, slash, count = part.partition("/")
     if not (slash and first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
         raise ValueError(f"part {part!r} is not of the form I/N with 1 <= I <= N, such as 2/8")
+    index, parts = int(first) - 1, int(count)
     cells = small_matrix() if matrix == "small" else full_matrix()
     mine = [cell for cell in cells if family in (None, cell["family"])]
-    return mine[int(first) - 1 :: int(count)]
+    if matrix == "small":
+        return mine[index::parts]
+    runs = spread(cell for cell in mine if cell.refusal is None)
+    refused = [cell for cell in mine if cell.refusal is not None]
+    ends = list(accumulate(cell.world_size for cell in runs))
+    nights = [(end - 1) * parts // ends[-1] for end in ends]
+    mine = [cell for cell, night in zip(runs, nights, strict=True) if night == index]
+    return mine + refused[index::parts]
