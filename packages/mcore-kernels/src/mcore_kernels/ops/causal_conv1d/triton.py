@@ -8,7 +8,7 @@ weight and bias, are written for each program and added up afterwards, in a fixe
 Shapes: T tokens, N documents, C channels, W taps. STEP rows are asked for at a time.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return,assignment,misc"
 # ruff: noqa: PLR0917, RUF005 -- kernels take pointers by position; Triton joins tuples by "+"
 
 from __future__ import annotations
