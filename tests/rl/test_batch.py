@@ -36,7 +36,7 @@ def test_every_place_is_about_the_next_token() -> None:
     assert batch.cu_seqlens.tolist() == [0, 3, 6]
     assert (batch.max_seqlen, batch.uniform) == (3, (2, 3))
     assert batch.advantages.tolist() == [1.5] * 3 + [-2.0] * 3
-    assert batch.lengths.tolist() == [2] * 6
+    assert batch.own_lengths.tolist() == [2] * 6
     assert batch.reference is None
 
 
@@ -49,7 +49,7 @@ def test_padding_is_a_document_that_counts_for_nothing() -> None:
     assert padded.max_seqlen == 4
     assert padded.loss_mask is not None
     assert padded.loss_mask[4:].tolist() == [0] * 4
-    for name in ("tokens", "labels", "loss_mask", "behaviour", "advantages", "lengths"):
+    for name in ("tokens", "labels", "loss_mask", "behaviour", "advantages", "own_lengths"):
         assert getattr(padded, name)[:4].equal(getattr(plain, name))
     same = policy_batch([rollout([1, 2], [3])], [0.0], multiple_of=2)
     assert (same.num_tokens, same.uniform) == (2, (1, 2))
@@ -61,5 +61,5 @@ def test_micro_batches_keep_the_order() -> None:
     parts = micro_batches(rollouts, advantages, 3)
     assert [len(part.cu_seqlens) - 1 for part in parts] == [3, 3, 1]
     whole = policy_batch(rollouts, advantages)
-    for name in ("tokens", "labels", "loss_mask", "behaviour", "advantages", "lengths"):
+    for name in ("tokens", "labels", "loss_mask", "behaviour", "advantages", "own_lengths"):
         assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(whole, name))

@@ -21,13 +21,13 @@ class PolicyBatch(TokenBatch):
     """A packed micro-batch of rollouts: every document is one, without its last token.
 
     `labels` are the next tokens, and all that is said of a place is about its label: `loss_mask` is
-    1 where the policy wrote it. `behaviour`, `advantages`, `lengths` and `reference` are [T]
+    1 where the policy wrote it. `behaviour`, `advantages`, `own_lengths` and `reference` are [T]
     float32, see `PolicyLossInput`.
     """
 
     behaviour: Tensor
     advantages: Tensor
-    lengths: Tensor
+    own_lengths: Tensor
     reference: Tensor | None = None
 
 
@@ -61,7 +61,7 @@ def policy_batch(
         uniform=(len(documents), documents[0]) if len(set(documents)) == 1 else None,
         behaviour=row([list(rollout.logprobs[1:]) for rollout in rollouts], torch.float32),
         advantages=spread(advantages),
-        lengths=spread(own),
+        own_lengths=spread(own),
     )
 
 

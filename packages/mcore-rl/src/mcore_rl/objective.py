@@ -64,7 +64,7 @@ class PolicyObjective:
                 behaviour=batch.behaviour,
                 advantages=batch.advantages,
                 mask=batch.loss_mask,
-                lengths=batch.lengths,
+                lengths=batch.own_lengths,
                 reference=batch.reference,
             )
         )
