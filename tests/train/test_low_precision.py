@@ -241,6 +241,6 @@ def test_on_a_gpu(recipe: dict[str, Any]) -> None:
         )
         found.append(losses(config, device="cuda"))
     for ours, emulated, exact in zip(*found, strict=True):
-        assert ours[0] == pytest.approx(emulated[0], abs=NEAR)
-        assert ours[1] == pytest.approx(emulated[1], rel=0.02)
+        assert ours[0] == pytest.approx(emulated[0], abs=5e-3)
+        assert ours[1] == pytest.approx(emulated[1], rel=0.05)
         assert ours[0] == pytest.approx(exact[0], abs=0.02)
