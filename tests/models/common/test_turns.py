@@ -45,7 +45,7 @@ MOE = MoEConfig(
 )  # fmt: skip
 CONFIG = llama(vocab_size=31, hidden_size=16, num_layers=4, num_heads=4, init_std=0.2)
 CONFIG = replace(CONFIG, moe=MOE, pattern=("*E", "*-", ".E", "*E"), dropout=0.1)
-COUNT = 5
+COUNT = 4
 
 
 def batches_of(replica: int, count: int = COUNT) -> list[TokenBatch]:
