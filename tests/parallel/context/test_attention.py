@@ -395,7 +395,11 @@ def test_a_ring_visits_every_rank_that_a_window_shows(size: int) -> None:
         for window in (1, 2, 4, 5, 7, 13, 40):
             for rank in ranks:
                 plan = RingAttention(Group(rank, size, ranks)).plan(
-                    documents, Masking(causal, window), 26, torch.device("cpu")
+                    documents,
+                    tuple(len(document) * size for document in documents),
+                    Masking(causal, window),
+                    26,
+                    torch.device("cpu"),
                 )
                 seen = [
                     (rank if step.take is None else (rank - number) % size if plan.passed_on
