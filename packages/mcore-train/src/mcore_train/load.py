@@ -6,8 +6,9 @@ The dataclasses are the only source of names, types and defaults; pydantic conve
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -75,9 +76,15 @@ def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
                 break
     tree = _checked(tree, kind, "")
     try:
-        return TypeAdapter(kind).validate_python(tree)
+        config: C = _adapter(cast(Any, kind)).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_first_line(error)) from None
+    return config
+
+
+@cache  # to make one takes many times what a check does
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _preset(name: str) -> dict[str, Any]:
