@@ -97,6 +97,12 @@ def real_calls(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
                 x(*grouped),
                 {"cu_seqlens": ends, "max_seqlen": 500, "d": torch.ones(heads)},
             )
+    if op == "gated_delta_rule":
+        for heads, size in (((16, 32), 128), ((4, 4), 64)):
+            ends = torch.tensor([0, 500, 640], dtype=torch.int32)
+            q, v, of_head = (640, heads[0], size), (640, heads[1], size), (640, heads[1])
+            given = (x(*q), x(*q), x(*v), x(*of_head), x(*of_head))
+            yield *given, {"cu_seqlens": ends, "max_seqlen": 500}
     if op == "grouped_linear":
         yield x(1024, 2048), x(16, 1536, 2048), torch.full((16,), 64), {}
     if op == "moe_route":

@@ -65,6 +65,30 @@ def test_states_travel_from_chunk_to_chunk(target: Target) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
+def test_corrections_travel_from_chunk_to_chunk(target: Target) -> None:
+    """The delta rule over chunks of 16, beside other documents, from states and with key heads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = (35, 0, 1, 17)
+    rows = sum(lengths) + 2
+    arguments = {
+        "q": made(rows, 1, 5),
+        "k": torch.nn.functional.normalize(made(rows, 1, 5), dim=-1),
+        "v": made(rows, 2, 3),
+        "g": -made(rows, 2).abs(),
+        "beta": made(rows, 2).sigmoid(),
+        "initial_states": made(len(lengths), 2, 5, 3),
+        "cu_seqlens": ends(*lengths),
+        "max_seqlen": max(lengths),
+        "chunk_size": 16,
+    }
+    for one, other in zip(*both("gated_delta_rule", target, arguments), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
 def test_a_document_does_not_depend_on_what_it_is_packed_with(target: Target) -> None:
     """Bit for bit, results and gradients (U41)."""
     op = resolve("ssd_scan", target=target, require="triton")
