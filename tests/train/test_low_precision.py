@@ -139,6 +139,19 @@ def test_a_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     assert (history[:, 1:] > 0).all()
 
 
+def test_eight_bits_begin_in_a_run_that_had_none(tmp_path: Path) -> None:
+    """Without a history at any step; with one when it is said that it may begin afresh."""
+    pretrain(config_of(None, tmp_path, steps=2))
+    assert pretrain(config_of({}, tmp_path, steps=3)).first_step == 2
+    delayed = config_of(DELAYED, tmp_path, steps=4)
+    with pytest.raises(ValueError, match=r"extra/layers\.0\.attention\.o\.scales/history"):
+        pretrain(delayed)
+    checkpoint = dataclasses.replace(delayed.checkpoint, strict="warn")
+    with pytest.warns(RuntimeWarning, match=r"scales/history"):
+        summary = pretrain(dataclasses.replace(delayed, checkpoint=checkpoint))
+    assert (summary.first_step, summary.step) == (3, 4)
+
+
 @pytest.mark.parametrize("layout", ["pp=2", "dp=2,zero=1"])
 def test_histories_go_on_in_another_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, layout: str
