@@ -1,25 +1,27 @@
 """Who writes what: one writer for each chunk, balanced, near the data, within the memory bound."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
+from mcore_ckpt.alike import alike
 from mcore_ckpt.planning import WritePlan, describe, layouts_of, plan_save
 from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 Rank = dict[str, TensorLayout]
 
 
+def describe_all(held: Rank) -> dict[str, Any]:
+    return describe({key: LayoutTensor(torch.empty(x.shape), x) for key, x in held.items()})
+
+
 def planned(
     ranks: list[Rank], *, chunk_bytes: int = 64, exchange_bytes: int = 1 << 20
 ) -> WritePlan:
-    described = [
-        describe({key: LayoutTensor(torch.empty(x.shape), x) for key, x in held.items()})
-        for held in ranks
-    ]
     return plan_save(
-        described,
+        alike([describe_all(held) for held in ranks]),
         [10 + rank for rank in range(len(ranks))],
         chunk_bytes=chunk_bytes,
         exchange_bytes=exchange_bytes,
@@ -101,3 +103,60 @@ def test_the_plan_is_the_same_on_every_rank_and_follows_the_group() -> None:
     assert planned(ranks) == planned(ranks)
     used = {copy.target.rank for batch in planned(ranks).rounds for copy in batch.copies}
     assert used <= {10, 11, 12}
+
+
+def mixed(rank: int) -> Rank:
+    """Rank of two tensor-parallel and four data-parallel ones, of which each two share experts."""
+    shard, replica = rank % 2, rank // 2
+    dense = TensorLayout.whole("model/dense", (32, 8)).slice(1, 4 * shard, 4 * shard + 4)
+    expert = TensorLayout.whole("model/expert", (4, 8, 8)).slice(
+        0, replica // 2 * 2, replica // 2 * 2 + 2
+    )
+    norm = TensorLayout.whole("model/norm", (8,))
+    return {
+        "dense": dense.replicated(replica, 4),
+        "expert": expert.replicated(replica % 2 * 2 + shard, 4),
+        "norm": norm.replicated(rank, 8),
+    }
+
+
+def test_ranks_that_hold_the_same_are_planned_as_one() -> None:
+    ranks = [mixed(rank) for rank in range(8)]
+    kinds = alike([describe_all(held) for held in ranks])
+    assert [kind.ranks for kind in kinds] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    dense, expert, norm = kinds[1].stretches()
+    assert dense == (1, ((0, 4), (1, 4)))
+    assert expert == (2, ((1, 4), (3, 4)))
+    assert norm == (3, ((1, 8), (3, 8)))
+    plan = planned(ranks)
+    total = sum(written(plan).values())
+    assert set(written(plan)) == set(range(8))
+    assert max(written(plan).values()) <= 1.5 * total / 8
+    sent = {(copy.source.rank, copy.target.rank) for b in plan.rounds for copy in b.copies}
+    assert all(source % 2 == target % 2 or source // 2 == target // 2 for source, target in sent)
+    filled = sum(copy.numel for batch in plan.rounds for copy in batch.copies)
+    assert filled == 32 * 8 + 4 * 8 * 8 + 8
+
+
+def test_replicas_may_begin_and_end_anywhere() -> None:
+    """Where runs of equal replicas end is another matter on each rank of a kind."""
+    a, b = (TensorLayout.whole(f"model/{name}", (4, 4)) for name in "ab")
+    ranks = [{"a": a.replicated(r, 2), "b": b.replicated(r, 2)} for r in (0, 1)]
+    assert len(alike([describe_all(held) for held in ranks])) == 1
+    assert sum(written(planned(ranks)).values()) == 2 * 16 * 4
+    crossed = [{"a": a.replicated(r, 2), "b": b.replicated(1 - r, 2)} for r in (0, 1)]
+    assert alike([describe_all(held) for held in crossed])[0].stretches() == [
+        (1, ((0, 2), (1, 2))),
+        (2, ((1, 2), (0, 2))),
+    ]
+    assert sum(written(planned(crossed)).values()) == 2 * 16 * 4
+
+
+def test_replicas_that_are_no_replicas() -> None:
+    whole = TensorLayout.whole("model/a", (4, 4))
+    with pytest.raises(ValueError, match=r"model/a .* held twice in replica 0 of 2"):
+        planned([{"a": whole.replicated(0, 2)}, {"a": whole.replicated(0, 2)}])
+    with pytest.raises(ValueError, match=r"model/a .* missing in replica 1 of 2"):
+        planned([{"a": whole.replicated(0, 2)}])
+    with pytest.raises(ValueError, match="one fragment has 2 replicas, another 3"):
+        planned([{"a": whole.replicated(0, 2)}, {"a": whole.replicated(1, 3)}])

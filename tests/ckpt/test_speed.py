@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mcore_ckpt
+from mcore_ckpt.alike import alike, digest_of, grouped, split
 from mcore_ckpt.planning import describe, plan_save
 from mcore_parallel.layout import LayoutTensor, TensorLayout, plan
 
@@ -53,7 +54,39 @@ def test_planning_for_thousands_of_ranks() -> None:
     """100,000 tensors over 4,096 ranks."""
     described = [flat_shard(100_000, rank, 4096) for rank in range(4096)]
     bounds = {"chunk_bytes": 8 << 20, "exchange_bytes": 256 << 20}
-    assert cpu_seconds(lambda: plan_save(described, range(4096), **bounds)) < 10
+    assert cpu_seconds(lambda: plan_save(alike(described), range(4096), **bounds)) < 10
+
+
+def ordinary_shard(names: range, shard: int) -> dict[str, Any]:
+    """What a rank describes of some matrices that are cut in eight, in rows or columns."""
+    cuts = []
+    for dim in (0, 1):
+        whole = TensorLayout.whole("w", (1024, 256))
+        size = whole.shape[dim] // 8
+        layout = whole.slice(dim, size * shard, size * shard + size)
+        cuts.append(describe({"w": LayoutTensor(torch.empty(layout.shape), layout)})["w"])
+    return {
+        f"{i}": {
+            **cuts[i % 2],
+            "fragments": [[f"model/layers.{i}.w", *row[1:]] for row in cuts[i % 2]["fragments"]],
+        }
+        for i in names
+    }
+
+
+def test_planning_for_thousands_of_ranks_in_an_ordinary_layout() -> None:
+    """100,000 tensors over 4,096 ranks: tensor-parallel 8, 8 stages, 64 replicas of each."""
+    stages = [range(stage * 12_500, (stage + 1) * 12_500) for stage in range(8)]
+    shared = [split(ordinary_shard(names, shard))[0] for names in stages for shard in range(8)]
+    digests = [digest_of(description) for description in shared]
+    of_rank = [rank % 64 for rank in range(4096)]
+    kinds = grouped(
+        [shared[kind] for kind in of_rank],
+        [digests[kind] for kind in of_rank],
+        [[[rank // 64, 64, 12_500]] for rank in range(4096)],
+    )
+    bounds = {"chunk_bytes": 8 << 20, "exchange_bytes": 256 << 20}
+    assert cpu_seconds(lambda: plan_save(kinds, range(4096), **bounds)) < 20
 
 
 def test_planning_from_one_cut_to_another() -> None:

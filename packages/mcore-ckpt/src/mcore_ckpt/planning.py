@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt.alike import Alike, check_kinds, fragment
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.dtypes import stored_type
 from mcore_ckpt.grid import Grid, chunk_shape, file_shape
@@ -22,7 +23,6 @@ from mcore_parallel.layout import (
     Fragment,
     LayoutTensor,
     TensorLayout,
-    check_tiling,
     plan,
     row_major_strides,
 )
@@ -101,27 +101,14 @@ def layouts_of(description: Mapping[str, Any]) -> dict[str, TensorLayout]:
     """Return the layouts that `describe` wrote down, by local key."""
     return {
         key: TensorLayout(
-            shape=tuple(entry["shape"]), fragments=tuple(map(_fragment, entry["fragments"]))
+            shape=tuple(entry["shape"]), fragments=tuple(map(fragment, entry["fragments"]))
         )
         for key, entry in description.items()
     }
 
 
-def _fragment(row: Sequence[Any]) -> Fragment:
-    name, global_shape, start, shape, offset, strides, replica, num_replicas = row
-    return Fragment(
-        name=name,
-        global_shape=tuple(global_shape),
-        box=Box(tuple(start), tuple(shape)),
-        offset=offset,
-        strides=tuple(strides),
-        replica=replica,
-        num_replicas=num_replicas,
-    )
-
-
 def plan_save(
-    descriptions: Sequence[Mapping[str, Any]],
+    kinds: Sequence[Alike],
     ranks: Sequence[int],
     *,
     chunk_bytes: int,
@@ -129,47 +116,64 @@ def plan_save(
     codec: Codec | None = None,
     file_bytes: int | None = None,
 ) -> WritePlan:
-    """Return how the ranks write what they have described, in group order.
+    """Return how the ranks write what they have described.
 
-    ranks: the group's torch.distributed ranks. exchange_bytes: bound on the chunks that one rank
-    puts together in a round (a single larger chunk passes). codec: what compresses chunks.
-    file_bytes: bound on files of many chunks; None: each has one.
+    kinds: what they have described (see `alike`). ranks: the group's torch.distributed ranks.
+    exchange_bytes: bound on the chunks that one rank puts together in a round (a single larger
+    chunk passes). codec: what compresses chunks. file_bytes: bound on files of many chunks; None:
+    each has one.
 
     Raises:
         ValueError: ranks disagree on a tensor's dtype or shape, or their fragments do not tile it
             exactly once per replica; names the tensor.
     """
     with collecting_paused():
-        return _plan_save(
-            tensor_table(descriptions, chunk_bytes, codec, file_bytes),
-            descriptions,
-            ranks,
-            exchange_bytes,
-        )
+        descriptions = {kind.ranks[0]: kind.description for kind in kinds}
+        tensors = tensor_table(descriptions, chunk_bytes, codec, file_bytes)
+        check_tensor_names(tensors)
+        check_kinds(kinds)
+        boxes = _boxes(tensors)
+        chunks = _assign(tensors, boxes, kinds, len(ranks))
+        copies = _copies(tensors, boxes, chunks, kinds, ranks)
+        rounds = tuple(_rounds(chunks, copies, tensors, exchange_bytes))
+        return WritePlan(tensors=tensors, rounds=rounds)
 
 
-def _plan_save(
+def _copies(
     tensors: Mapping[str, TensorInfo],
-    descriptions: Sequence[Mapping[str, Any]],
+    boxes: Mapping[Grid, Sequence[Box]],
+    chunks: Sequence[Chunk],
+    kinds: Sequence[Alike],
     ranks: Sequence[int],
-    exchange_bytes: int,
-) -> WritePlan:
-    layouts = {
-        rank: layouts_of(description) for rank, description in zip(ranks, descriptions, strict=True)
-    }
-    check_tensor_names(tensors)
-    check_tiling(layout for held in layouts.values() for layout in held.values())
-    boxes = _boxes(tensors)
-    chunks = _assign(tensors, boxes, list(layouts.values()))
-    targets: dict[int, dict[str, TensorLayout]] = {rank: {} for rank in ranks}
+) -> list[Copy]:
+    """Return what is copied where to put the chunks together.
+
+    The ranks that stand at the same place within their kinds do it among themselves: together they
+    hold everything that they are to write, each other element once.
+    """
+    place = {rank: i for kind in kinds for i, rank in enumerate(kind.ranks)}
+    holders: dict[str, list[tuple[Alike, str]]] = defaultdict(list)
+    for kind in kinds:
+        for key, layout in kind.layouts.items():
+            for name in {f.name for f in layout.fragments}:
+                holders[name].append((kind, key))
+    written: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in chunks:
-        info = tensors[chunk.name]
-        layout = _chunk_layout(chunk.name, info, boxes[info.files][chunk.number])
-        targets[ranks[chunk.writer]][chunk.key] = layout
-    return WritePlan(
-        tensors=tensors,
-        rounds=tuple(_rounds(chunks, plan(layouts, targets), tensors, exchange_bytes)),
-    )
+        written[place[chunk.writer]].append(chunk)
+    copies: list[Copy] = []
+    for at, some in sorted(written.items()):
+        sources: dict[int, dict[str, TensorLayout]] = defaultdict(dict)
+        for name in {chunk.name for chunk in some}:
+            for kind, key in holders[name]:
+                rank = ranks[kind.ranks[at % len(kind.ranks)]]
+                sources[rank][key] = kind.layouts[key]
+        targets: dict[int, dict[str, TensorLayout]] = defaultdict(dict)
+        for chunk in some:
+            info = tensors[chunk.name]
+            layout = _chunk_layout(chunk.name, info, boxes[info.files][chunk.number])
+            targets[ranks[chunk.writer]][chunk.key] = layout
+        copies += plan(sources, targets)
+    return copies
 
 
 def _chunk_layout(name: str, info: TensorInfo, box: Box) -> TensorLayout:
@@ -191,19 +195,19 @@ def _boxes(tensors: Mapping[str, TensorInfo]) -> dict[Grid, list[Box]]:
 
 
 def tensor_table(
-    descriptions: Sequence[Mapping[str, Any]],
+    descriptions: Mapping[int, Mapping[str, Any]],
     chunk_bytes: int,
     codec: Codec | None = None,
     file_bytes: int | None = None,
 ) -> dict[str, TensorInfo]:
-    """Return the global tensors that the ranks have described, sorted by name.
+    """Return the global tensors that some ranks have described, sorted by name.
 
     Raises:
         ValueError: ranks disagree on a tensor's dtype.
     """
     tensors: dict[str, TensorInfo] = {}
     first_rank: dict[str, int] = {}
-    for rank, description in enumerate(descriptions):
+    for rank, description in descriptions.items():
         for entry in description.values():
             dtype = entry["dtype"]
             for row in entry["fragments"]:
@@ -236,7 +240,8 @@ def tensor_info(
 def _assign(
     tensors: Mapping[str, TensorInfo],
     boxes: Mapping[Grid, Sequence[Box]],
-    layouts: Sequence[Mapping[str, TensorLayout]],
+    kinds: Sequence[Alike],
+    num_ranks: int,
 ) -> list[Chunk]:
     """Give each chunk one writer: where most of it is, with no rank writing much more than others.
 
@@ -253,20 +258,26 @@ def _assign(
         for box in boxes[info.files]:
             names.append(name)
             size.append(box.numel * itemsize)
-    held = _held_elements(tensors, first, len(size), layouts)
-    load = [0] * len(layouts)
+    held = _held_elements(tensors, first, len(size), kinds)
+    load = [0] * num_ranks
     writer = [0] * len(size)
+    kind_of = {rank: number for number, kind in enumerate(kinds) for rank in kind.ranks}
+    idlest = [[(0, rank) for rank in kind.ranks] for kind in kinds]  # heaps
     for chunk in sorted(range(len(size)), key=lambda chunk: -size[chunk]):
         holders = held[chunk]
         if len(holders) == 1:
-            (writer[chunk],) = holders
+            (chosen,) = holders
         else:
-            writer[chunk] = min(holders, key=lambda rank: (-holders[rank], load[rank], rank))
-        load[writer[chunk]] += size[chunk]
+            chosen = min(holders, key=lambda kind: (-holders[kind], idlest[kind][0]))
+        writer[chunk] = rank = idlest[chosen][0][1]
+        load[rank] += size[chunk]
+        heapq.heapreplace(idlest[chosen], (load[rank], rank))
     limit = _IMBALANCE * sum(load) / len(load)
     by_load = [(value, rank) for rank, value in enumerate(load)]
     heapq.heapify(by_load)
-    for chunk in sorted(range(len(size)), key=lambda chunk: held[chunk].get(writer[chunk], 0)):
+    for chunk in sorted(
+        range(len(size)), key=lambda chunk: held[chunk].get(kind_of[writer[chunk]], 0)
+    ):
         giver = writer[chunk]
         idle_load, idle = by_load[0]
         if load[giver] > limit and idle_load + size[chunk] < load[giver]:
@@ -282,23 +293,23 @@ def _held_elements(
     tensors: Mapping[str, TensorInfo],
     first: Mapping[str, int],
     num_chunks: int,
-    layouts: Sequence[Mapping[str, TensorLayout]],
+    kinds: Sequence[Alike],
 ) -> list[dict[int, int]]:
-    """Return, for each chunk, how many of its elements each rank holds."""
+    """Return, for each chunk, how many of its elements ranks of each kind hold."""
     elements: list[dict[int, int]] = [{} for _ in range(num_chunks)]
     grids = {name: info.files for name, info in tensors.items()}
     counted: dict[tuple[Grid, Box], list[tuple[int, int]]] = {}  # once for tensors cut alike
-    for rank, held in enumerate(layouts):
-        for layout in held.values():
-            for fragment in layout.fragments:
-                cut = (grids[fragment.name], fragment.box)
+    for number_of_kind, kind in enumerate(kinds):
+        for layout in kind.layouts.values():
+            for part in layout.fragments:
+                cut = (grids[part.name], part.box)
                 counts = counted.get(cut)
                 if counts is None:
                     counts = counted[cut] = list(_common_elements(*cut))
-                begin = first[fragment.name]
+                begin = first[part.name]
                 for number, count in counts:
                     holders = elements[begin + number]
-                    holders[rank] = holders.get(rank, 0) + count
+                    holders[number_of_kind] = holders.get(number_of_kind, 0) + count
     return elements
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.agreement import together
+from mcore_ckpt.alike import Runs, grouped
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.planning import WritePlan, plan_save
 from mcore_parallel.group import Group
-
-
-def digest_of(description: Mapping[str, Any]) -> str:
-    """Return a digest of what `describe` says of a rank's tensors."""
-    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 class Plans:
@@ -33,6 +28,7 @@ class Plans:
         self,
         description: Mapping[str, Any],
         digests: Sequence[str],
+        replicas: Sequence[Runs],
         group: Group,
         what: str,
         *,
@@ -43,14 +39,26 @@ class Plans:
     ) -> WritePlan:
         """Return the plan of a save of what the ranks describe, this one's being `description`.
 
-        Every rank calls it with the same digests, and has made the same calls before; errors as
-        `plan_save`. Communicates over the group's CPU twin unless the plan is known.
+        description, digests, replicas: what `split` makes of it, and of all ranks the digests of
+        the former and the latter. Every rank calls it with the same ones, and has made the same
+        calls before; errors as `plan_save`. Communicates over the group's CPU twin unless the plan
+        is known: of ranks with the same digest the first one describes.
         """
-        key = (tuple(digests), group.ranks, chunk_bytes, exchange_bytes, codec, file_bytes)
+        key = (
+            tuple(digests),
+            json.dumps(replicas),
+            group.ranks,
+            chunk_bytes,
+            exchange_bytes,
+            codec,
+            file_bytes,
+        )
         if self._plan is None or key != self._key:
             self._plan = None
+            first = digests.index(digests[group.rank]) == group.rank
+            described = together(group, what, lambda: description if first else None)
             self._plan = plan_save(
-                together(group, what, lambda: description),
+                grouped(described, digests, replicas),
                 group.ranks,
                 chunk_bytes=chunk_bytes,
                 exchange_bytes=exchange_bytes,

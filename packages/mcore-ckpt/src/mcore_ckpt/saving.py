@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
+from mcore_ckpt.alike import digest_of, split
 from mcore_ckpt.attachments import collect_files
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
@@ -29,7 +30,7 @@ from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import check_json
 from mcore_ckpt.names import DOCUMENT
 from mcore_ckpt.planning import Chunk, Round, WritePlan, describe
-from mcore_ckpt.plans import Plans, digest_of
+from mcore_ckpt.plans import Plans
 from mcore_ckpt.request import check_same, make_request
 from mcore_ckpt.storage import LocalStorage, Storage
 from mcore_ckpt.writer import Writer
@@ -125,14 +126,16 @@ def save(
                     f"{option} is {value!r}, and {type(engine).__name__} writes chunks as they "
                     f"are: give no engine, or TensorstoreEngine"
                 )
-        description.update(describe(tensors))
-        return {**request, "tensors": digest_of(description)}
+        shared, replicas = split(describe(tensors))
+        description.update(shared)
+        return {**request, "tensors": digest_of(shared), "replicas": replicas}
 
     requests = together(group, what, ask)
     check_same(requests, state, group)
     plan = (plans or Plans()).plan(
         description,
         [request["tensors"] for request in requests],
+        [request["replicas"] for request in requests],
         group,
         what,
         chunk_bytes=chunk_bytes,

@@ -55,7 +55,7 @@ def load_local(
     group = (group or Group.single()).cpu
     what = f"loading step {found.step} from {found.path} failed"
     wanted = together(group, what, lambda: describe_targets(tensors, Selection(prefixes=prefixes)))
-    table = tensor_table(found.descriptions, DEFAULT_CHUNK_BYTES)
+    table = tensor_table(dict(enumerate(found.descriptions)), DEFAULT_CHUNK_BYTES)
     report = compare(Manifest(step=found.step, tensors=table), wanted, Selection(prefixes=prefixes))
     enforce(report, str(found.path), strict)
     sources: dict[str, torch.Tensor] = {}
