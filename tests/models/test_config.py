@@ -2,7 +2,7 @@ from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 
-from mcore_models import AttentionConfig, ModelConfig, MoEConfig, RopeConfig
+from mcore_models import AttentionConfig, MambaConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_models._checks import nearest_divisors, nearest_multiples
 
 TINY = ModelConfig(vocab_size=32, hidden_size=64, num_layers=2, num_heads=4)
@@ -198,3 +198,18 @@ def test_nearest_values() -> None:
     assert nearest_multiples(3, 4) == "4"
     assert nearest_divisors(32, 5) == "4 or 8"
     assert nearest_divisors(4, 9) == "4"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True is about attention"),
+        ({"linear_bias": True}, "linear_bias=True is about attention or a feed-forward part"),
+        ({"mlp_bias": True}, "mlp_bias=True is about a feed-forward part"),
+    ],
+)
+def test_biases_that_no_layer_has_are_refused(fields: dict[str, bool], message: str) -> None:
+    mamba = MambaConfig(num_heads=8, head_dim=16, state_size=6)
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, num_heads=0, pattern="MM", mamba=mamba, **fields)  # type: ignore[arg-type]
+    assert replace(TINY, pattern="X. X.", **fields).layer_pattern == ("X.", "X.")  # type: ignore[arg-type]

@@ -51,6 +51,27 @@ def _check_no_heads(config: "ModelConfig") -> None:
             )
 
 
+_BIASED = {
+    "attention_bias": ("*", "attention"),
+    "mlp_bias": ("-E", "a feed-forward part"),
+    "linear_bias": ("*-E", "attention or a feed-forward part"),
+}
+"""Letters of the parts that have the biases which a field gives, and what the letters are."""
+
+_WITHOUT = frozenset("MGD+.")
+"""Letters of parts that have none; what others, of somebody's own, have is not known here."""
+
+
+def _check_biases(config: "ModelConfig") -> None:
+    letters = set("".join(config.layer_pattern))
+    for name, (biased, parts) in _BIASED.items():
+        if getattr(config, name) and letters <= _WITHOUT | (set("*-E") - set(biased)):
+            raise ValueError(
+                f"{name}={getattr(config, name)} is about {parts}, and no layer of the pattern "
+                f"has {' or '.join(map(repr, biased))}: leave it out"
+            )
+
+
 def check_options(config: "ModelConfig") -> None:
     """Check that what is said of one thing does not contradict another; ValueError names both."""
     attention = config.attention
@@ -60,6 +81,7 @@ def check_options(config: "ModelConfig") -> None:
             "attention is configured and no layer of the pattern has '*': "
             "put '*' into the pattern, or leave attention out"
         )
+    _check_biases(config)
     if config.position != "rope":
         for name, plain in {
             "rope": config.rope == RopeConfig(),
