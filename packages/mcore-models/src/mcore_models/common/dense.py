@@ -23,7 +23,7 @@ class Dense(nn.Module):
         self.param_init = {"weight": Init(kind="normal", std=config.init_std)}
         size = (features, config.hidden_size)
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
-        self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0]))
+        self.bias = nn.Parameter(torch.empty(features, dtype=build.dtype, device=build.device))
         self._linear = build.kernels.linear
 
     def forward(self, rows: Tensor) -> Tensor:
