@@ -1,4 +1,4 @@
-"""The committed checkpoint of format version 1 loads, now and in every later release."""
+"""The committed checkpoints of every format version load, now and in every later release."""
 
 import importlib.util
 from pathlib import Path
@@ -12,32 +12,41 @@ from mcore_parallel.layout import LayoutTensor, TensorLayout
 
 FIXTURES = Path(__file__).parent / "fixtures"
 V1 = FIXTURES / "v1"
+FOLDERS = {"v1": "make_v1", "v2-zstd": "make_v2", "v2-blosc": "make_v2"}
+Fixture = tuple[Path, ModuleType]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def made() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_v1", FIXTURES / "make_v1.py")
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FIXTURES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
-def test_it_is_whole_and_says_what_it_said(made: ModuleType) -> None:
-    assert not mcore_ckpt.verify(V1).problems
-    opened = mcore_ckpt.open(V1)
+@pytest.fixture(scope="module", params=FOLDERS)
+def fixture(request: pytest.FixtureRequest) -> Fixture:
+    return FIXTURES / request.param, module(FOLDERS[request.param])
+
+
+def test_it_is_whole_and_says_what_it_said(fixture: Fixture) -> None:
+    folder, made = fixture
+    assert not mcore_ckpt.verify(folder).problems
+    opened = mcore_ckpt.open(folder)
+    assert opened.manifest.version == int(folder.name[1])
     assert opened.step == made.STEP
     assert opened.state == made.STATE
     assert {name: opened.file(name) for name in opened.manifest.files} == made.FILES
 
 
-def test_every_tensor_opens(made: ModuleType) -> None:
-    opened = mcore_ckpt.open(V1)
+def test_every_tensor_opens(fixture: Fixture) -> None:
+    folder, made = fixture
+    opened = mcore_ckpt.open(folder)
     expected = made.values()
     assert set(opened) == set(expected)
     for name, value in expected.items():
@@ -45,7 +54,8 @@ def test_every_tensor_opens(made: ModuleType) -> None:
         assert torch.equal(bits(opened[name]), bits(value)), name
 
 
-def test_every_tensor_loads_by_layout(made: ModuleType) -> None:
+def test_every_tensor_loads_by_layout(fixture: Fixture) -> None:
+    folder, made = fixture
     expected = made.values()
     tensors = {}
     for name, value in expected.items():
@@ -54,14 +64,15 @@ def test_every_tensor_loads_by_layout(made: ModuleType) -> None:
             layout = whole.flat_range(part * whole.numel // 3, (part + 1) * whole.numel // 3)
             local = torch.zeros(layout.shape, dtype=value.dtype)
             tensors[f"{name} {part}"] = LayoutTensor(local, layout)
-    mcore_ckpt.load(V1, tensors)
+    mcore_ckpt.load(folder, tensors)
     for name, value in expected.items():
         loaded = torch.cat([bits(tensors[f"{name} {part}"].tensor) for part in range(3)])
         assert torch.equal(loaded, bits(value)), name
 
 
-def test_this_release_still_writes_it(made: ModuleType, tmp_path: Path) -> None:
+def test_this_release_still_writes_it(tmp_path: Path) -> None:
     """As long as the format version is 1, the same tensors give the same arrays."""
+    made = module("make_v1")
     tensors = {
         name: LayoutTensor(value, TensorLayout.whole(name, tuple(value.shape)))
         for name, value in made.values().items()
@@ -71,6 +82,6 @@ def test_this_release_still_writes_it(made: ModuleType, tmp_path: Path) -> None:
         assert (tmp_path / file.relative_to(V1)).read_bytes() == file.read_bytes(), file
 
 
-def test_the_fixture_is_never_written_again(made: ModuleType) -> None:
+def test_the_fixture_is_never_written_again(fixture: Fixture) -> None:
     with pytest.raises(SystemExit, match="must stay as it is"):
-        made.main()
+        fixture[1].main()

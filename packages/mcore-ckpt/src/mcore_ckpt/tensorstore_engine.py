@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorstore as ts
@@ -17,8 +16,6 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.kv_storage import KvStorage
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.storage import Readable, Storage
-
-_HASH_THREADS = 4
 
 
 class TensorstoreEngine(Engine):
@@ -110,17 +107,15 @@ class _Writing:
     def wait(self) -> list[int]:
         """Return the checksums when every chunk is written."""
         failed: OSError | None = None
-        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="mcore-ckpt-hash") as pool:
-            hashed = pool.map(
-                checksum, [data for chunk in self._chunks for data in chunk.chunks]
-            )  # meanwhile
-            for where, future in self._futures:  # wait for all of them: their memory is in use
-                try:
-                    future.result()
-                except Exception as error:  # tensorstore raises many kinds
-                    failed = failed or OSError(f"cannot write chunk {where}: {error}")
+        # In this thread: while Python ends no other can be started, and tensorstore still writes.
+        sums = [checksum(data) for chunk in self._chunks for data in chunk.chunks]
+        for where, future in self._futures:  # wait for all of them: their memory is in use
+            try:
+                future.result()
+            except Exception as error:  # tensorstore raises many kinds
+                failed = failed or OSError(f"cannot write chunk {where}: {error}")
         self._futures = []
         self._chunks = []
         if failed:
             raise failed
-        return list(hashed)
+        return sums
