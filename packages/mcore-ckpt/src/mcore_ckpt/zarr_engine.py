@@ -118,14 +118,15 @@ class _Store(Store):
     ) -> Buffer | None:
         if self._new:  # asked for a file that holds many chunks, before it is written
             return None
-        start, stop = 0, None
+        start: int = 0
+        stop: int | None = None
         match byte_range:
-            case RangeByteRequest(start, stop):
-                pass
-            case OffsetByteRequest(start):
-                pass
-            case SuffixByteRequest(suffix):
-                start = -suffix
+            case RangeByteRequest():
+                start, stop = byte_range.start, byte_range.end
+            case OffsetByteRequest():
+                start = byte_range.offset
+            case SuffixByteRequest():
+                start = -byte_range.suffix
         data = await asyncio.to_thread(self._part, f"{self._array}/{key}", start, stop)
         return prototype.buffer.from_bytes(data)
 
