@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mcore_parallel.layout import Box
 
@@ -80,7 +81,7 @@ class Grid:
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of chunks along each dimension (0 where the tensor is empty)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))

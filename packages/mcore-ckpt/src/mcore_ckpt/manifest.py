@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
@@ -43,7 +44,7 @@ class TensorInfo:
         """Whether a file is something else than the bytes of a chunk."""
         return self.codec is not None or self.file_shape is not None
 
-    @property
+    @cached_property
     def files(self) -> Grid:
         """The files of the tensor: each has one writer. They are the chunks, or hold many each."""
         return Grid(self.shape, self.file_shape or self.chunk_shape)
@@ -69,7 +70,7 @@ class TensorInfo:
         """Bytes of the chunks of one file."""
         return math.prod(self.files.chunk_shape) * stored_type(self.dtype).itemsize
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """The chunks of the tensor."""
         return Grid(self.shape, self.chunk_shape)
