@@ -30,16 +30,23 @@ def test_it_matches_the_specification(
 ) -> None:
     # The interpreter takes milliseconds for a program; a GPU takes all cases in all dtypes.
     every = 8 if target.interpret and "NIGHTLY" not in os.environ else 1
-    if every > 1 and op in ("ssd_scan", "gated_delta_rule"):  # several launches each way
-        monkeypatch.setattr(conformance, "cases", _each_third)
+    if every > 1 and op in ("causal_conv1d", "ssd_scan", "gated_delta_rule"):
+        monkeypatch.setattr(conformance, "cases", _few)  # they launch many programs
     done = assert_matches_reference(op, "triton", target=target, every=every)
     assert {line.partition(":")[0] for line in done} == {"float32", "bfloat16", "float16"}
 
 
-def _each_third(op: str, *, seed: int) -> list[Case]:
-    """Every third case, and the last: the one with NaN."""
-    all_of_them = cases(op, seed=seed)
-    return [*all_of_them[::3], all_of_them[-1]]
+FEW = (
+    "one head",
+    "ragged with silu",
+    "rows of no document",
+    "scattered",
+    "NaN in another document",
+)
+
+
+def _few(op: str, *, seed: int) -> list[Case]:
+    return [case for case in cases(op, seed=seed) if case.name in FEW]
 
 
 def test_pages_in_parts_are_merged(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
