@@ -123,6 +123,21 @@ def test_what_a_config_refuses(change: dict[str, Any], message: str) -> None:
         replace(CONFIG, **change)
 
 
+@pytest.mark.parametrize(
+    ("size", "arguments", "message"),
+    [
+        (17, {}, "a document of 17 tokens is longer than the position table: .* max_positions=16"),
+        # Of padding behind a short text, too.
+        (20, {"lengths": torch.tensor([8])}, "position 19 is not in the table of max_positions=16"),
+        (2, {"positions": torch.tensor([[-1, 0]])}, "position -1 is not in the table of max_pos"),
+        (2, {"token_types": torch.tensor([[0, 2]])}, r"token type 2 .*num_token_types=2: use 0 to"),
+    ],
+)
+def test_rows_that_no_table_has(size: int, arguments: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        built()(torch.zeros(1, size, dtype=torch.int64), **arguments)
+
+
 def test_both_losses_by_their_definition() -> None:
     """Sums over what counts divided by how many there are; the second as an auxiliary loss."""
     model, batch = built(), a_batch()

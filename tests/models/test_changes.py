@@ -21,6 +21,7 @@ from mcore_models import (
     import_builders,
     llama,
 )
+from mcore_models.adapters import LoRAConfig, add_lora
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, all_reduce
 from mcore_parallel.layout import LayoutTensor, gather_all
@@ -130,6 +131,43 @@ def test_what_cannot_be_frozen() -> None:
         freeze(model, ["layers.0.attention.q.*"])
     with pytest.raises(ValueError, match=r"no name matches 'embeddings.weight'.*embedding.weight"):
         freeze(model, ["embeddings.weight"])
+
+
+def refused(change: str) -> str:
+    """What a rank of a pipeline says of a change that one stage alone cannot make."""
+    mesh = ParallelMesh.create(ParallelConfig.parse("pp=2"))
+    assert mesh is not None
+    last = {"moe": MoEConfig(num_experts=2, top_k=2, expert_ffn_size=16), "pattern": ("*-", "*E")}
+    config = replace(LLAMA, **(last if change == "dropout" else {}))  # type: ignore[arg-type]
+    model = build_model(config, mesh, device="meta")
+    try:
+        if change == "freeze":
+            freeze(model, ["layers.0.attention.q.*"])
+        elif change == "twice":
+            add_lora(model, LoRAConfig(targets=("layers.0.*",)))
+            add_lora(model, LoRAConfig(targets=("layers.1.*",)))
+        else:
+            add_lora(model, LoRAConfig(dropout=0.1))
+    except ValueError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("freeze", "freeze: layers.0.attention.q.weight lies in one parameter with"),
+        ("twice", "the model has adapters"),
+        ("dropout", "lora.dropout=0.1 cannot reach layers.1.moe.experts"),
+    ],
+)
+def test_what_one_stage_refuses_all_refuse(ranks: RankPool, change: str, message: str) -> None:
+    """And alike: the others would wait for it in the next thing that all do together."""
+    said = ranks.run(refused, 2, change)
+    assert said[0] == said[1]
+    assert said[0].startswith(message)
 
 
 def test_specs_say_what_stays_fp32_in_a_16_bit_model() -> None:

@@ -333,6 +333,16 @@ def test_a_kind_of_scaling_by_its_first_name() -> None:
             {"mlp_only_layers": [0, 1, 2, 3]},
             "leave none of 4 layers with experts",
         ),
+        (
+            "MixtralForCausalLM",
+            {"num_experts_per_tok": 1},
+            "normalise_top_k with top_k=1 weighs every choice by 1, and the router never learns",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "normalise_top_k with top_k=1 weighs every choice by 1, and the router never learns",
+        ),
         ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
         ("GPTNeoXForCausalLM", {"use_parallel_residual": 3}, "use_parallel_residual=3 is not"),
     ],

@@ -1,6 +1,7 @@
 """Changes to a model by the names of its modules and tensors: other linears and norms, freezing."""
 
 import difflib
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -63,26 +64,50 @@ def freeze(model: GPT, patterns: Sequence[str]) -> tuple[str, ...]:
     `layers.[0-3].*`.
 
     Raises:
-        ValueError: a pattern matches no tensor on any rank, or only some of those that lie in one
-            local parameter (q, k and v, or gate and up, are trained together).
+        ValueError: on every rank alike: a pattern matches no tensor on any rank, or only some of
+            those that lie in one local parameter (q, k and v, or gate and up, are trained
+            together).
     """
-    frozen: list[str] = []
+    if not patterns:
+        return ()
     specs = model.specs()
     held = {name: tuple(spec.layout.names()) for name, spec in specs.items()}
     names = [name for inside in held.values() for name in inside]
-    check_matches("freeze", patterns, names, model.mesh.world)
-    for local, inside in held.items():
-        matched = [x for x in inside if any(fnmatchcase(x, pattern) for pattern in patterns)]
-        if matched and len(matched) < len(inside):
-            rest = next(x for x in inside if x not in matched)
-            raise ValueError(
-                f"freeze: {matched[0]} lies in one parameter with {rest}, which no pattern "
-                f"matches: freeze both or neither"
-            )
+    world = model.mesh.world
+    check_matches("freeze", patterns, names, world)
+    frozen = {
+        local: [x for x in inside if any(fnmatchcase(x, pattern) for pattern in patterns)]
+        for local, inside in held.items()
+    }
+    refuse_together(_torn(held, frozen), world)
+    for local, matched in frozen.items():
         if matched:
             model.get_parameter(local).requires_grad_(False)
-            frozen += matched
-    return tuple(frozen)
+    return tuple(itertools.chain(*frozen.values()))
+
+
+def _torn(held: Mapping[str, Sequence[str]], frozen: Mapping[str, Sequence[str]]) -> str | None:
+    """What is to be said of the first local parameter of which a part alone is frozen."""
+    for local, inside in held.items():
+        rest = [x for x in inside if x not in frozen[local]]
+        if frozen[local] and rest:
+            return (
+                f"freeze: {frozen[local][0]} lies in one parameter with {rest[0]}, which no "
+                f"pattern matches: freeze both or neither"
+            )
+    return None
+
+
+def refuse_together(message: str | None, world: Group) -> None:
+    """Raise ValueError on every rank where one has something to say: the first one's message.
+
+    What one rank alone finds, such as a layer of its pipeline stage, would leave the others
+    waiting for it. Every rank of `world` calls it.
+    """
+    said = [message] if world.pg is None else all_gather_object(message, world)
+    first = next((x for x in said if x is not None), None)
+    if first is not None:
+        raise ValueError(first)
 
 
 def check_matches(what: str, patterns: Collection[str], names: Sequence[str], world: Group) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_models.adapters.config import LoRAConfig
 from mcore_models.adapters.layers import Adapter, Linear, part_names
 from mcore_models.build import DEFAULT_KEY
-from mcore_models.changes import check_matches
+from mcore_models.changes import check_matches, refuse_together
 from mcore_models.common.batch import TokenContext
 from mcore_models.common.block import Block
 from mcore_models.common.latent_attention import LatentAttention
@@ -33,15 +33,16 @@ def add_lora(model: GPT, config: LoRAConfig, *, key: RngKey = DEFAULT_KEY) -> tu
     whatever collects gradients is made.
 
     Raises:
-        ValueError: a pattern matches no linear layer on any rank, dropout is asked for within
-            experts or in a T5, or the model has adapters already.
+        ValueError: on every rank alike: a pattern matches no linear layer on any rank, dropout is
+            asked for within experts or in a T5, or the model has adapters already.
     """
-    if adapters(model):
-        raise ValueError("the model has adapters: merge them first")
+    world = model.mesh.world
+    has_some = "the model has adapters: merge them first" if adapters(model) else None
+    refuse_together(has_some, world)
     linears = _linears(model)
     names = [name for path, linear in linears.items() for name in part_names(linear, path)]
-    check_matches("lora.targets", config.targets, names, model.mesh.world)
-    _check_dropout(config, names, model)
+    check_matches("lora.targets", config.targets, names, world)
+    refuse_together(_no_dropout(config, names, model), world)
     model.requires_grad_(False)
     found: list[str] = []
     for path, linear in linears.items():
@@ -147,19 +148,20 @@ def _linears(model: GPT) -> dict[str, Linear]:
     }
 
 
-def _check_dropout(config: LoRAConfig, names: list[str], model: GPT) -> None:
+def _no_dropout(config: LoRAConfig, names: list[str], model: GPT) -> str | None:
+    """Why there can be no dropout here, if any is asked for."""
+    asked = f"lora.dropout={config.dropout}"
     if not config.dropout:
-        return
+        return None
     if model.config.t5 is not None:
-        raise ValueError(
-            f"lora.dropout={config.dropout} and t5, whose layers see two sequences: use dropout 0"
-        )
+        return f"{asked} and t5, whose layers see two sequences: use dropout 0"
     inside = next((x for x in names if ".moe." in x and _matches(x, config)), None)
-    if inside is not None:
-        raise ValueError(
-            f"lora.dropout={config.dropout} cannot reach {inside}, which sees rows and not tokens: "
-            f"use dropout 0, or targets without the experts"
-        )
+    if inside is None:
+        return None
+    return (
+        f"{asked} cannot reach {inside}, which sees rows and not tokens: "
+        f"use dropout 0, or targets without the experts"
+    )
 
 
 def _tell_context(model: GPT) -> None:

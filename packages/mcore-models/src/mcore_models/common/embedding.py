@@ -10,16 +10,31 @@ from mcore_parallel import Init
 
 
 class _Table(nn.Module):
-    """Learned vectors, whole on every rank."""
+    """Learned vectors, whole on every rank. `what` one row is of, and `field` counts them."""
 
-    def __init__(self, rows: int, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(
+        self, rows: int, what: str, field: str, config: ModelConfig, build: BuildContext
+    ) -> None:
         super().__init__()
+        self._what, self._field = what, field
         size = (rows, config.hidden_size)
         self.param_init = {"weight": Init(kind="normal", std=config.init_std)}
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Numbers of rows [T] to vectors [T, H]."""
+        """Numbers of rows [T] to vectors [T, H].
+
+        Raises:
+            ValueError: there is no such row. Looked at on the CPU only, since elsewhere it would
+                cost a synchronisation; the device has an error of its own.
+        """
+        if rows.device.type == "cpu" and rows.numel():
+            low, high = (int(x) for x in rows.aminmax())
+            if low < 0 or high >= len(self.weight):
+                raise ValueError(
+                    f"{self._what} {low if low < 0 else high} is not in the table of "
+                    f"{self._field}={len(self.weight)}: use 0 to {len(self.weight) - 1}"
+                )
         return F.embedding(rows, self.weight)
 
 
@@ -27,7 +42,7 @@ class PositionEmbedding(_Table):
     """One learned vector per position (Radford et al., 2019), whole on every rank."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config.max_positions, config, build)
+        super().__init__(config.max_positions, "position", "max_positions", config, build)
 
 
 class TokenTypeEmbedding(_Table):
@@ -35,4 +50,5 @@ class TokenTypeEmbedding(_Table):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         assert config.bert is not None
-        super().__init__(config.bert.num_token_types, config, build)
+        rows, field = config.bert.num_token_types, "bert.num_token_types"
+        super().__init__(rows, "token type", field, config, build)
