@@ -72,6 +72,22 @@ def test_logits_and_gradients(source: Source, tmp_path: Path, family: str) -> No
             assert distance < 1e-3 * max(wanted[name].norm(), 1e-3 * total), name
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "granite"])
+def test_embeddings_in_16_bits_are_scaled_as_theirs(source: Source, family: str) -> None:
+    """By a factor that is rounded as well: that of Gemma, a root, is no number of 16 bits."""
+    config = HFFolder.open(source(family), known=ARCHITECTURES).model
+    ours = loaded(source(family), config).to(torch.bfloat16)
+    theirs: Any = random_model(family).to(torch.bfloat16)
+    theirs_first = theirs.model.embed_tokens(TOKENS) * getattr(
+        theirs.model, "embedding_multiplier", 1
+    )
+    found: list[torch.Tensor] = []
+    ours.blocks[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    ours(TOKENS)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], theirs_first.flatten(0, 1))
+
+
 @all_families
 def test_the_config_in_their_words_and_in_ours(source: Source, family: str) -> None:
     """As it was beside an earlier one; without one it is the same model to transformers."""

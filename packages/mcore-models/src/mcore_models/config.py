@@ -96,9 +96,9 @@ class ModelConfig:
     the gate from above and the other factor from both sides, to which `glu_offset` is added
     (gpt-oss).
 
-    Embeddings are multiplied by `embedding_scale`, outputs of mixers and feed-forwards by
-    `residual_scale` before they are added, and logits by `logit_scale`; with `logit_softcap` c they
-    then become c · tanh(logit / c).
+    Embeddings are multiplied by `embedding_scale`, rounded to their dtype as Gemma's is, outputs of
+    mixers and feed-forwards by `residual_scale` before they are added, and logits by `logit_scale`;
+    with `logit_softcap` c they then become c · tanh(logit / c).
 
     `bert` makes an encoder of it, with heads for masked tokens and pairs of segments, and `t5` an
     encoder with a decoder that reads it (`family`).

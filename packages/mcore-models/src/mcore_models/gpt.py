@@ -290,7 +290,8 @@ class GPT(nn.Module):
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
         hidden: Tensor = self.embedding(tokens)
         scale = self.config.embedding_scale
-        return hidden if scale == 1 else hidden * scale
+        # The factor is rounded as the vectors are: so have models been trained that have one.
+        return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
 
     def _context(
         self,
