@@ -1,4 +1,4 @@
-"""What DeepSeek's folders have besides a model: 8-bit blocks, further predictions, other types."""
+"""What DeepSeek's folders have besides a model: further predictions, other types."""
 
 import json
 import sys
@@ -12,7 +12,6 @@ from torch import Tensor
 from mcore_ckpt.hf import HFFolder, SafetensorsFolder, load_hf, save_hf
 from mcore_models import GPT, GlobalCounts, TokenBatch, build_model
 from mcore_models.hf import ARCHITECTURES, DEEPSEEK_V3, DEEPSEEK_V3_FURTHER
-from mcore_models.hf.blocks import decode
 from mcore_parallel import Group
 
 transformers = pytest.importorskip("transformers")
@@ -87,78 +86,6 @@ def fill(model: GPT, theirs: dict[str, Tensor]) -> None:
         for fragment, view in local.views():
             view.copy_(ours.pop(fragment.name))
     assert not ours
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit numbers and the scale of each block of 128 x 128, block by block."""
-    rows, columns = weight.shape
-    numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-rows // 128), -(-columns // 128))
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
-            scales[i, j] = weight[block].abs().max() / 448
-            numbers[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-    return numbers, scales
-
-
-def test_blocks_at_the_edges_are_decoded_by_their_own_scale() -> None:
-    weight = torch.randn(300, 150, generator=torch.Generator().manual_seed(0))
-    weight[256:] *= 100
-    numbers, scales = quantise(weight)
-    (decoded,) = decode([numbers, scales])
-    assert decoded.dtype == torch.bfloat16
-    assert (decoded.float() - weight).abs().max() <= 0.07 * weight.abs().max()
-    assert (decoded[:256].float() - weight[:256]).norm() < 0.05 * weight[:256].norm()
-
-
-def test_a_folder_in_8_bit_blocks_is_read_and_written_plain(source: Path, tmp_path: Path) -> None:
-    tensors = load_file(source / "model.safetensors")
-    plain = {}
-    for name in [name for name in tensors if "_proj" in name]:
-        tensors[name], scales = quantise(tensors[name])
-        tensors[name.removesuffix("weight") + "weight_scale_inv"] = scales
-        plain[name] = decode([tensors[name], scales])[0]
-    save_file(tensors, source / "model.safetensors")
-    form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    change_config(source, quantization_config=form)
-    model = loaded(source)
-    found = {f.name: view for local in tensors_of(model).values() for f, view in local.views()}
-    o = found["layers.2.attention.o.weight"]
-    assert torch.equal(o, plain["model.layers.2.self_attn.o_proj.weight"].float())
-    opened = HFFolder.open(source, known=ARCHITECTURES)
-    out = save_hf(
-        tmp_path / "out",
-        tensors_of(model),
-        architecture=opened.architecture,
-        model=opened.model,
-        base_config=opened.config,
-    )
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert not [name for name in SafetensorsFolder(out) if "scale" in name]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    with torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits
-    assert (logits(model) - expected).norm() < 1e-4 * expected.norm()
-
-
-def test_other_forms_and_damaged_scales_are_refused(source: Path) -> None:
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    tensors[name], scales = quantise(tensors[name])
-    tensors[f"{name}_scale_inv"] = torch.cat([scales, scales])
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"down_proj.weight_scale_inv has shape \[2, 1\].* \[1, 1\]"
-    ):
-        loaded(source)
-    for form, message in [
-        ({"quant_method": "gptq"}, "only fp8 blocks are"),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"only \[128, 128\] is"),
-    ]:
-        change_config(source, quantization_config=form)
-        with pytest.raises(ValueError, match=message):
-            HFFolder.open(source, known=ARCHITECTURES)
 
 
 def add_further(folder: Path) -> dict[str, Tensor]:

@@ -1,15 +1,50 @@
-"""Weights in blocks of 8-bit numbers with a scale each, as DeepSeek-V3 is published."""
+"""Weights in blocks of 8-bit numbers with a scale each, as DeepSeek-V3 and Qwen3 are published."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from mcore_models.config import ModelConfig
+from mcore_models.hf.llama import PLAIN
+from mcore_models.hf.rules import Rule
 from mcore_parallel.mapping import Operator
 from mcore_parallel.mapping.tensors import Tensors
 
 BLOCK = 128
 _SCALE = ".weight_scale_inv"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Weights in blocks of 8-bit numbers, each with a scale, or none that are.
+
+    To be had together with `DecodeBlocks`, and with "quantization_config" among what an
+    architecture leaves unwritten.
+    """
+
+    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """Check the form."""
+        given = config.get("quantization_config")
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or given.get("quant_method") != "fp8":
+            raise ValueError(f"quantization_config={given!r} is not supported: only fp8 blocks are")
+        size = given.get("weight_block_size")
+        if size != [BLOCK, BLOCK]:
+            raise ValueError(
+                f"quantization_config.weight_block_size={size!r} is not supported: "
+                f"only {[BLOCK, BLOCK]} is"
+            )
+
+    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
+        """Nothing: what is written is not quantised."""
+
+
+def or_blocks(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return rules that let weights be in blocks where they want them plain."""
+    return tuple(Blocks() if rule is PLAIN else rule for rule in rules)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.blocks import DecodeBlocks
+from mcore_models.hf.blocks import Blocks, DecodeBlocks
 from mcore_models.hf.glm4 import SharedExperts
 from mcore_models.hf.llama import TIED
 from mcore_models.hf.rope import Rope
@@ -107,28 +107,6 @@ class _QueryRank:
         """Set it, also where there is none."""
         if model.latent is not None:
             put(config, "q_lora_rank", model.latent.q_rank)
-
-
-@dataclass(frozen=True)
-class _Fp8:
-    """Weights in blocks of 8-bit numbers, each with a scale, or none that are."""
-
-    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """Check the form."""
-        given = config.get("quantization_config")
-        if given is None:
-            return
-        if not isinstance(given, Mapping) or given.get("quant_method") != "fp8":
-            raise ValueError(f"quantization_config={given!r} is not supported: only fp8 blocks are")
-        size = given.get("weight_block_size")
-        if size != [128, 128]:
-            raise ValueError(
-                f"quantization_config.weight_block_size={size!r} is not supported: "
-                f"only [128, 128] is"
-            )
-
-    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
-        """Nothing: what is written is not quantised."""
 
 
 def _layer(model: ModelConfig, theirs: str, ours: str) -> Iterator[Operator]:
@@ -250,7 +228,7 @@ DEEPSEEK_V3 = DeepSeek(
         Ours("moe.correction_rate", 0.0),
         Ours("moe.aux_loss_coefficient", 1e-4),
         _Layers(),
-        _Fp8(),
+        Blocks(),
     ),
     operators=_operators,
     unwritten=("quantization_config",),

@@ -6,12 +6,13 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
+from mcore_models.hf.blocks import DecodeBlocks, or_blocks
 from mcore_models.hf.experts import expert_operators, joined_experts, set_pattern
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Biases, Field, Ours, with_defaults
 from mcore_models.hf.windows import Windows, from_layer
-from mcore_parallel.mapping import Operator, Rename
+from mcore_parallel.mapping import Inward, Operator, Rename
 
 _WINDOWS = Windows(4096, from_layer, switch="use_sliding_window")
 _LENGTH = {"max_position_embeddings": 32768}
@@ -32,18 +33,25 @@ QWEN2 = Architecture(
 )
 """`Qwen2ForCausalLM` (Qwen Team, "Qwen2.5 Technical Report", 2024)."""
 
+
+def _qwen3(model: ModelConfig) -> Iterator[Operator]:
+    yield Inward((DecodeBlocks(),))
+    yield from decoder_operators(model)
+
+
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     rules=(
         *with_defaults(SIZES, head_dim=128, num_key_value_heads=32, **_LENGTH),
-        *DRESS,
+        *or_blocks(DRESS),
         TIED,
         *_QWEN3,
         _WINDOWS,
         Rope(),
     ),
-    operators=decoder_operators,
+    operators=_qwen3,
+    unwritten=("quantization_config",),
 )
 """`Qwen3ForCausalLM` (Qwen Team, "Qwen3 Technical Report", 2025)."""
 
@@ -125,18 +133,25 @@ QWEN2_MOE = Architecture(
 )
 """`Qwen2MoeForCausalLM` (Qwen Team, "Qwen2 Technical Report", 2024)."""
 
+
+def _qwen3_moe(model: ModelConfig) -> Iterator[Operator]:
+    yield Inward((DecodeBlocks(),))
+    yield from _with_experts(model)
+
+
 QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     rules=(
         *with_defaults(SIZES, num_key_value_heads=4, **_LENGTH),
-        *DRESS,
+        *or_blocks(DRESS),
         TIED,
         *_QWEN3,
         *_EXPERTS,
         Windows(4096, switch="use_sliding_window"),
         Rope(),
     ),
-    operators=_with_experts,
+    operators=_qwen3_moe,
+    unwritten=("quantization_config",),
 )
 """`Qwen3MoeForCausalLM` (Qwen Team, "Qwen3 Technical Report", 2025)."""

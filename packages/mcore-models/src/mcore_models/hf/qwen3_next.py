@@ -6,13 +6,14 @@ from typing import Any
 
 from mcore_models.config import ModelConfig
 from mcore_models.hf.architecture import Architecture
+from mcore_models.hf.blocks import DecodeBlocks, or_blocks
 from mcore_models.hf.experts import expert_operators
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.qwen import SparseLayers
 from mcore_models.hf.recurrent import conv_operators, drop_below
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Field, Only, Ours, with_defaults
-from mcore_parallel.mapping import Operator, Rename, Reshape, Split
+from mcore_parallel.mapping import Inward, Operator, Rename, Reshape, Split
 
 _INTERVAL = 4
 _KINDS = {"linear_attention": "G", "full_attention": "*"}
@@ -57,6 +58,7 @@ class _Mixers:
 
 def _operators(model: ModelConfig) -> Iterator[Operator]:
     layer, own = "model.layers.{layer}", "layers.{layer}"
+    yield Inward((DecodeBlocks(),))
     yield from drop_below("mtp")  # predicts further tokens
     yield from _gate_operators(model, f"{layer}.self_attn.q_proj.weight", f"{own}.attention")
     yield from decoder_operators(model)
@@ -110,7 +112,7 @@ QWEN3_NEXT = Architecture(
     model_type="qwen3_next",
     rules=(
         *with_defaults(SIZES, num_key_value_heads=2, head_dim=256, max_position_embeddings=32768),
-        *DRESS,
+        *or_blocks(DRESS),
         TIED,
         Only("attention_bias", False, absent=False),
         Ours("zero_centered_norm", True),
@@ -132,5 +134,6 @@ QWEN3_NEXT = Architecture(
         Rope(default_share=0.25),
     ),
     operators=_operators,
+    unwritten=("quantization_config",),
 )
 """`Qwen3NextForCausalLM` (Qwen Team, "Qwen3-Next", 2025)."""
