@@ -49,7 +49,7 @@ def totals_kernel(
     tl.store(total_ptr + at, short, mask=mask)
     if PAIR:
         rest = (total - short.to(tl.float64)).to(tl.float32)
-        tl.store(total_ptr + heads.to(tl.int64) * t + at, rest, mask=mask)
+        tl.store(total_ptr + tl.cast(heads, tl.int64) * t + at, rest, mask=mask)
 
 
 @triton.jit
@@ -110,7 +110,9 @@ def solve_kernel(
     d, e = tl.arange(0, D), tl.arange(0, V)
     at_k = k_ptr + row[:, None] * stride_kt + head // share * stride_kh + d[None, :]
     k = tl.load(at_k, mask=live[:, None] & (d < d_size)[None, :], other=0.0)
-    total, rest = _sums(total_ptr, heads.to(tl.int64) * t, head * t + at_row, of_document, PAIR)
+    total, rest = _sums(
+        total_ptr, tl.cast(heads, tl.int64) * t, head * t + at_row, of_document, PAIR
+    )
     beta = tl.load(beta_ptr + row * heads + head, mask=live, other=0.0).to(tl.float32)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     decay = _between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
@@ -185,7 +187,7 @@ def carry_kernel(
     start = tl.load(ends_ptr + document).to(tl.int64)
     end = tl.load(ends_ptr + document + 1).to(tl.int64)
     chunk = tl.load(chunks_ptr + document)
-    size = heads.to(tl.int64) * t
+    size = tl.cast(heads, tl.int64) * t
     for nth in range(tl.load(chunks_ptr + document + 1) - chunk):
         first = start + nth * LENGTH
         stop = tl.minimum(first + LENGTH, end)
@@ -269,7 +271,9 @@ def outputs_kernel(
         mask=live[None, :] & at_d[:, None],
         other=0.0,
     )
-    total, rest = _sums(total_ptr, heads.to(tl.int64) * t, head * t + at_row, of_document, PAIR)
+    total, rest = _sums(
+        total_ptr, tl.cast(heads, tl.int64) * t, head * t + at_row, of_document, PAIR
+    )
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     decay = _between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
     shares = product(q, k, square, PRECISION, WIDEN) * decay

@@ -56,7 +56,7 @@ def totals_kernel(
     tl.store(total_ptr + at, short, mask=mask)
     if PAIR:
         rest = (total - short.to(tl.float64)).to(tl.float32)
-        tl.store(total_ptr + heads.to(tl.int64) * t + at, rest, mask=mask)
+        tl.store(total_ptr + tl.cast(heads, tl.int64) * t + at, rest, mask=mask)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def carry_kernel(
     end = tl.load(ends_ptr + document + 1).to(tl.int64)
     chunk = tl.load(chunks_ptr + document)
     number = tl.load(chunks_ptr + document + 1) - chunk
-    size = heads.to(tl.int64) * t
+    size = tl.cast(heads, tl.int64) * t
     for i in range(number):
         nth = i
         if BACK:
@@ -220,7 +220,7 @@ def outputs_kernel(
     )
     scores = product(c, b, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     earlier = i[:, None] >= i[None, :]
-    size = heads.to(tl.int64) * t
+    size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
         total, rest = _sums(
@@ -310,7 +310,7 @@ def input_gradients_kernel(
     )
     scores = product(b, c, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     later = i[None, :] >= i[:, None]
-    size = heads.to(tl.int64) * t
+    size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
         total, rest = _sums(
@@ -412,7 +412,7 @@ def state_gradients_kernel(
     scores = square
     if not OF_B:
         scores = product(b, tl.trans(c), square, PRECISION, WIDEN)
-    size = heads.to(tl.int64) * t
+    size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
         total, rest = _sums(
