@@ -8,7 +8,7 @@ from mcore_models.hf.cohere import COHERE
 from mcore_models.hf.compare import differences
 from mcore_models.hf.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_FURTHER
 from mcore_models.hf.gemma import GEMMA, GEMMA2, GEMMA3
-from mcore_models.hf.glm4 import GLM4_MOE
+from mcore_models.hf.glm4 import GLM4_MOE, GLM4_MOE_FURTHER
 from mcore_models.hf.gpt2 import GPT2
 from mcore_models.hf.gpt_neox import GPT_NEOX
 from mcore_models.hf.gpt_oss import GPT_OSS
@@ -77,6 +77,7 @@ __all__ = [
     "GEMMA2",
     "GEMMA3",
     "GLM4_MOE",
+    "GLM4_MOE_FURTHER",
     "GPT2",
     "GPT_NEOX",
     "GPT_OSS",

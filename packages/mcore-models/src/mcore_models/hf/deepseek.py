@@ -2,58 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mcore_models.config import ModelConfig
-from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.blocks import Blocks, DecodeBlocks
-from mcore_models.hf.glm4 import SharedExperts
+from mcore_models.hf.experts import SharedExperts
+from mcore_models.hf.further import (
+    FurtherArchitecture,
+    further_operators,
+    further_repeats,
+)
 from mcore_models.hf.llama import TIED
 from mcore_models.hf.rope import Rope
 from mcore_models.hf.rules import Choice, Field, Only, Ours, give, put
-from mcore_models.parts import MTPConfig
-from mcore_parallel.mapping import Concat, Drop, Inward, Operator, Rename, Reshape, Split, Stack
+from mcore_parallel.mapping import Drop, Inward, Operator, Rename, Reshape, Split, Stack
 
-_FURTHER = "num_nextn_predict_layers"
 _DENSE = "first_k_dense_replace"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSeek(Architecture):
-    """An architecture with layers beyond the last that predict further tokens.
-
-    Folders may have these layers or not, whatever their `config.json` says: those that transformers
-    has written have none. They are left out when a folder is read, unless `further`; then they must
-    be there, as in folders that DeepSeek has published. A model that has them writes them.
-    """
-
-    further: bool = False
-
-    def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the model that a `config.json` describes, see `Architecture`."""
-        model = super().read_config(config)
-        depths = config.get(_FURTHER) or 0
-        if not self.further or not depths:
-            return model
-        return replace(model, mtp=MTPConfig(num_depths=depths))
-
-    def write_config(
-        self, model: ModelConfig, base: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the `config.json` of a model, see `Architecture`."""
-        if self.further:
-            return replace(self, further=False).write_config(model, base)
-        config = super().write_config(replace(model, mtp=None), base)
-        if model.mtp is not None:
-            config[_FURTHER] = model.mtp.num_depths
-        given = None if base is None else base.get("model_type")
-        if given in _TYPES:
-            config["model_type"] = given
-        return config
-
-
-_TYPES = ("kimi_k2",)
-"""What folders have under `model_type` whose class is DeepSeek's all the same."""
 
 
 @dataclass(frozen=True)
@@ -149,43 +114,17 @@ def _layer(model: ModelConfig, theirs: str, ours: str) -> Iterator[Operator]:
 
 
 def _operators(model: ModelConfig) -> Iterator[Operator]:
-    depths = len(model.mtp_pattern)
-    inward: list[Operator] = [DecodeBlocks()]
-    if not depths:
-        beyond = f"model.layers.{model.num_layers}"
-        inward += [Drop(".".join([beyond, *parts])) for parts in _PARTS]
-    for depth in range(depths):
-        theirs = f"model.layers.{model.num_layers + depth}"
-        # The model's own once more.
-        inward.append(Drop(f"{theirs}.embed_tokens.weight", repeats="model.embed_tokens.weight"))
-        inward.append(Drop(f"{theirs}.shared_head.head.weight", repeats="lm_head.weight"))
-    yield Inward(tuple(inward))
+    layer = partial(_layer, model)
+    yield Inward((DecodeBlocks(), *further_repeats(model)))
     if model.tied_embeddings:
         yield Drop("lm_head.weight", repeats="model.embed_tokens.weight")
     yield Rename("model.embed_tokens.weight", "embedding.weight")
     yield Rename("model.norm.weight", "final_norm.weight")
-    for depth in range(depths):
-        yield from _further(model, f"model.layers.{model.num_layers + depth}", f"mtp.{depth}")
-    yield from _layer(model, "model.layers.{layer}", "layers.{layer}")
+    yield from further_operators(model, layer)
+    yield from layer("model.layers.{layer}", "layers.{layer}")
 
 
-_PARTS = [["{a}", "{b}", "{c}", "{d}", "{e}"][:count] for count in range(1, 6)]
-"""Whatever may follow the number of a layer."""
-
-
-def _further(model: ModelConfig, theirs: str, ours: str) -> Iterator[Operator]:
-    """Yield the operators for a layer that predicts a further token, with what is around it."""
-    yield Rename(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
-    yield Rename(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
-    yield Rename(f"{theirs}.shared_head.norm.weight", f"{ours}.final_norm.weight")
-    # There the columns of the embedding come first.
-    halves = f"{ours}.project.embedding", f"{ours}.project.hidden"
-    yield Split(f"{theirs}.eh_proj.weight", halves, dim=1)
-    yield Concat((halves[1], halves[0]), f"{ours}.project.weight", dim=1)
-    yield from _layer(model, theirs, f"{ours}.layers.0")
-
-
-DEEPSEEK_V3 = DeepSeek(
+DEEPSEEK_V3 = FurtherArchitecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     rules=(
@@ -232,6 +171,7 @@ DEEPSEEK_V3 = DeepSeek(
     ),
     operators=_operators,
     unwritten=("quantization_config",),
+    other_types=("kimi_k2",),
 )
 """`DeepseekV3ForCausalLM` (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437)."""
 

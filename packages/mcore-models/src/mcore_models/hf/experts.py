@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_models.config import ModelConfig
-from mcore_models.hf.rules import put
+from mcore_models.hf.rules import give, put
 from mcore_parallel.mapping import Inward, Operator, Rename, Split, Stack, Unstack
 
 _BLOCK = "model.layers.{layer}.mlp"
@@ -31,13 +31,14 @@ def joined_experts(block: str = _BLOCK, names: Mapping[str, str] = _NAMES) -> In
     return Inward(tuple(operators))
 
 
-def expert_operators(block: str = _BLOCK, names: Mapping[str, str] = _NAMES) -> Iterator[Operator]:
+def expert_operators(
+    block: str = _BLOCK, names: Mapping[str, str] = _NAMES, ours: str = "layers.{layer}.moe"
+) -> Iterator[Operator]:
     """Yield the operators for a router and for experts that are stored one by one.
 
     block: what stands before `gate.weight` and `experts.{expert}`. names: of the gate, up and down
-        projections there.
+        projections there. ours: what stands before `router` and `experts` here.
     """
-    ours = "layers.{layer}.moe"
     for part, theirs in names.items():
         stacked = f"{ours}.experts.{part}.weight"
         yield Stack(f"{block}.experts.{{expert}}.{theirs}.weight", stacked)
@@ -66,6 +67,27 @@ class DenseLayers:
         """Set the number of layers before the first one with experts."""
         sparse = model.layers_with("E")
         put(config, self.theirs, sparse[0] if sparse else model.num_layers)
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Experts that every token passes, as one MLP; there they have the width of the others."""
+
+    theirs: str = "n_shared_experts"
+    default: int = 1
+
+    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """Set `moe.shared_ffn_size`."""
+        number = config.get(self.theirs)
+        number = self.default if number is None else number
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{self.theirs}={number!r} must be a number of at least 0")
+        give(fields, "moe.shared_ffn_size", number * fields["moe"]["expert_ffn_size"])
+
+    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
+        """Set how many of the others' width they are; what is left of one shows when it is read."""
+        if model.moe is not None:
+            put(config, self.theirs, model.moe.shared_ffn_size // model.moe.expert_ffn_size)
 
 
 def set_pattern(fields: dict[str, Any], dense: range | set[int]) -> None:

@@ -1,63 +1,41 @@
 """GLM-4.5: a mixture of experts after a few dense layers, with positions in half of each head."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from mcore_models.config import ModelConfig
-from mcore_models.hf.architecture import Architecture
-from mcore_models.hf.experts import DenseLayers, expert_operators, joined_experts
-from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
+from mcore_models.hf.experts import DenseLayers, SharedExperts, expert_operators, joined_experts
+from mcore_models.hf.further import FurtherArchitecture, further_operators, further_repeats
+from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators, layer_operators
 from mcore_models.hf.rope import Rope
-from mcore_models.hf.rules import Biases, Choice, Field, Ours, give, put, with_defaults
-from mcore_parallel.mapping import Drop, Inward, Operator, Rename
-
-_BLOCK = "model.layers.{layer}.mlp"
-
-
-@dataclass(frozen=True)
-class SharedExperts:
-    """Experts that every token passes, as one MLP; there they have the width of the others."""
-
-    theirs: str = "n_shared_experts"
-    default: int = 1
-
-    def read(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
-        """Set `moe.shared_ffn_size`."""
-        number = config.get(self.theirs)
-        number = self.default if number is None else number
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{self.theirs}={number!r} must be a number of at least 0")
-        give(fields, "moe.shared_ffn_size", number * fields["moe"]["expert_ffn_size"])
-
-    def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
-        """Set how many of the others' width they are; what is left of one shows when it is read."""
-        if model.moe is not None:
-            put(config, self.theirs, model.moe.shared_ffn_size // model.moe.expert_ffn_size)
+from mcore_models.hf.rules import Biases, Choice, Field, Ours, with_defaults
+from mcore_parallel.mapping import Inward, Operator, Rename
 
 
 def _operators(model: ModelConfig) -> Iterator[Operator]:
-    # Beyond the last layer published folders have one that predicts further tokens.
-    further = f"model.layers.{model.num_layers}"
-    yield Inward(
-        (
-            Drop(f"{further}.{{a}}.{{b}}"),
-            Drop(f"{further}.{{a}}.{{b}}.{{c}}"),
-            Drop(f"{further}.{{a}}.{{b}}.{{c}}.{{d}}"),
-            Drop(f"{further}.{{a}}.{{b}}.{{c}}.{{d}}.{{e}}"),
-        )
-    )
+    yield Inward(tuple(further_repeats(model)))
     yield joined_experts()
+    yield from further_operators(model, _layer)
     yield from decoder_operators(model)
-    yield from expert_operators()
-    yield Rename(f"{_BLOCK}.gate.e_score_correction_bias", "layers.{layer}.moe.router.correction")
+    yield from _experts("model.layers.{layer}", "layers.{layer}")
+
+
+def _layer(theirs: str, ours: str) -> Iterator[Operator]:
+    yield from layer_operators(theirs, ours)
+    yield from _experts(theirs, ours)
+
+
+def _experts(theirs: str, ours: str) -> Iterator[Operator]:
+    block, mine = f"{theirs}.mlp", f"{ours}.moe"
+    yield from expert_operators(block, ours=mine)
+    yield Rename(f"{block}.gate.e_score_correction_bias", f"{mine}.router.correction")
     yield Rename(
-        f"{_BLOCK}.shared_experts.{{part:gate|up|down}}_proj.weight",
-        "layers.{layer}.moe.shared.{part}.weight",
+        f"{block}.shared_experts.{{part:gate|up|down}}_proj.weight",
+        f"{mine}.shared.{{part}}.weight",
     )
 
 
-GLM4_MOE = Architecture(
+GLM4_MOE = FurtherArchitecture(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     rules=(
@@ -83,3 +61,6 @@ GLM4_MOE = Architecture(
     operators=_operators,
 )
 """`Glm4MoeForCausalLM` (GLM-4.5 Team, "GLM-4.5", 2025)."""
+
+GLM4_MOE_FURTHER = replace(GLM4_MOE, further=True)
+"""The same with the layer that predicts a further token, where folders have it."""

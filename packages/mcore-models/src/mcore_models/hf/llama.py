@@ -54,20 +54,23 @@ def decoder_operators(model: ModelConfig, norms: Mapping[str, str] = NORMS) -> I
         yield Drop("lm_head.weight", repeats="model.embed_tokens.weight")
     yield Rename("model.embed_tokens.weight", "embedding.weight")
     yield Rename("model.norm.{kind:weight|bias}", "final_norm.{kind}")
-    for theirs, ours in norms.items():
-        norm = f"{theirs}.{{kind:weight|bias}}"
-        yield Rename(f"model.layers.{{layer}}.{norm}", f"layers.{{layer}}.{ours}.{{kind}}")
+    yield from layer_operators("model.layers.{layer}", "layers.{layer}", norms)
+
+
+def layer_operators(theirs: str, ours: str, norms: Mapping[str, str] = NORMS) -> Iterator[Operator]:
+    """Yield those of them that a layer has, whose tensors are called `theirs….` and `ours….`."""
+    for there, here in norms.items():
+        yield Rename(f"{theirs}.{there}.{{kind:weight|bias}}", f"{ours}.{here}.{{kind}}")
     yield Rename(
-        "model.layers.{layer}.self_attn.{part:q|k|v|o}_proj.{kind:weight|bias}",
-        "layers.{layer}.attention.{part}.{kind}",
+        f"{theirs}.self_attn.{{part:q|k|v|o}}_proj.{{kind:weight|bias}}",
+        f"{ours}.attention.{{part}}.{{kind}}",
     )
     yield Rename(
-        "model.layers.{layer}.self_attn.{part:q|k}_norm.weight",
-        "layers.{layer}.attention.{part}_norm.weight",
+        f"{theirs}.self_attn.{{part:q|k}}_norm.weight", f"{ours}.attention.{{part}}_norm.weight"
     )
     yield Rename(
-        "model.layers.{layer}.mlp.{part:gate|up|down}_proj.{kind:weight|bias}",
-        "layers.{layer}.mlp.{part}.{kind}",
+        f"{theirs}.mlp.{{part:gate|up|down}}_proj.{{kind:weight|bias}}",
+        f"{ours}.mlp.{{part}}.{{kind}}",
     )
 
 
