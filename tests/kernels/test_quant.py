@@ -246,6 +246,24 @@ def test_the_first_step_of_a_history_takes_scales_from_the_tensor_at_hand() -> N
     assert torch.equal(fresh.forward(3 * x, weight), late.forward(3 * x, weight))
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("role", ["input", "grad"])
+def test_an_overflow_stays_in_sight(recipe: Fp8Recipe, role: str) -> None:
+    """Also where the scale is of the steps before: the loss is scaled down by what is seen."""
+    layer, dy = Fp8Linear(recipe), torch.ones(8, 4)
+    x, weight = torch.ones(8, 16, requires_grad=True), torch.ones(4, 16, requires_grad=True)
+    layer(x, weight).backward(dy)
+    layer.advance()
+    over = (x.detach() if role == "input" else dy).clone()
+    over[2, 3] = torch.inf
+    y = layer(over if role == "input" else x, weight)
+    gradients = torch.autograd.grad(y, [weight], over if role == "grad" else dy)
+    assert bool(y.isfinite().all()) == (role == "grad")
+    assert not gradients[0].isfinite().all()
+    layer.advance()
+    assert layer(x, weight).isfinite().all()  # the history is without it
+
+
 def test_what_records_no_graph_leaves_no_trace_in_a_history() -> None:
     layer = Fp8Linear(Fp8Recipe(history=2))
     x, weight = torch.ones(4, 16), torch.ones(4, 16, requires_grad=True)

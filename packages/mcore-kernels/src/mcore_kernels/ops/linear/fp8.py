@@ -238,8 +238,12 @@ class Fp8Linear:
             delayed.record(amax)
         if delayed is not None and self._has_history:
             before = delayed.before(latest=recipe.latest)
-            # A layer that nothing went through before has no history of its own.
-            amax = before if amax is None else torch.where(before == 0, amax, before)
+            if amax is not None:
+                # A layer that nothing went through before has no history of its own. And by a scale
+                # of numbers an infinity would become one: an overflow has to stay in sight.
+                takes_own = (before == 0) | ~amax.isfinite()
+                before = torch.where(takes_own, amax, before)
+            amax = before
         elif reduce is not None:
             assert amax is not None
             amax = reduce(amax)
