@@ -1,9 +1,9 @@
 """Every code block of the READMEs and guides runs: Python as it stands, shell line by line.
 
 Python blocks of one file share one process, in order, in an empty folder; one that begins with a
-comment `# NAME.py` is that file, beside the others. Shell blocks run with
-`uv run X` as `X` from this environment. What needs a network (`pip install`, `git clone`) or is
-this suite itself is not run again, nor what has tests of its own: the quickstart
+comment `# NAME.py` is that file, beside the others. The pages of `TOPICS` share one process.
+Shell blocks run with `uv run X` as `X` from this environment. What needs a network (`pip install`,
+`git clone`) or is this suite itself is not run again, nor what has tests of its own: the quickstart
 (tests/system/test_quickstart.py) and the doctor, which holds every operator to its specification
 (tests/kernels/test_bench.py, tests/kernels/testing/test_conformance.py).
 """
@@ -27,6 +27,8 @@ PAGES = sorted(
         *ROOT.glob("docs/guides/*.md"),
     ]
 )
+TOPICS = sorted(set(ROOT.glob("docs/*.md")) - set(PAGES))
+"""Pages on one topic each, with a short example or two, or none."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 ELSEWHERE = (
@@ -90,6 +92,28 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("\n".join(parts))
     script = tmp_path / "page.py"
     run([sys.executable, str(script)], tmp_path)
+
+
+EACH = """
+import runpy, sys, traceback
+for page in sys.argv[1:]:
+    try:
+        runpy.run_path(page)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(page)
+"""
+"""Runs the files in turn: most of what an example takes is imports, which they share."""
+
+
+def test_python_blocks_of_pages_on_one_topic_run(tmp_path: Path) -> None:
+    scripts = []
+    for page in TOPICS:
+        if code := blocks(page, "python"):
+            scripts.append(tmp_path / f"{page.stem.replace('-', '_')}.py")
+            scripts[-1].write_text("\n".join(code))
+    assert len(scripts) >= 10
+    run([sys.executable, "-c", EACH, *map(str, scripts)], tmp_path)
 
 
 @pytest.mark.slow
