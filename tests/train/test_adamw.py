@@ -67,7 +67,7 @@ def test_one_pass_is_three(device: str) -> None:
         torch.testing.assert_close(states[1][name].cpu(), states[0][name], atol=1e-7, rtol=1e-5)
 
 
-def test_without_an_operator_it_is_the_same() -> None:
+def test_the_copy_is_the_value_rounded() -> None:
     rule, value, grad = AdamW(), torch.randn(7), torch.randn(7)
     other, copy = value.clone(), torch.zeros(7, dtype=torch.bfloat16)
     states = rule.init(value), rule.init(other)

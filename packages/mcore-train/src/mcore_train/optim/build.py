@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,9 @@ def build_rule(config: OptimizerConfig, device: torch.device, *, adam: str = AUT
     """
     if config.kind == "sgd":
         return SGD(momentum=config.momentum)
-    op = None
-    if device.type == "cuda" or adam != AUTO:
-        require = None if adam == AUTO else adam
-        op = resolve("adam", target=Target.of(device, dtype=torch.float32), require=require)
-    return AdamW(beta1=config.beta1, beta2=config.beta2, eps=config.eps, op=op)
+    rule = AdamW(beta1=config.beta1, beta2=config.beta2, eps=config.eps)
+    if device.type != "cuda" and adam == AUTO:
+        return rule
+    require = None if adam == AUTO else adam
+    op = resolve("adam", target=Target.of(device, dtype=torch.float32), require=require)
+    return replace(rule, op=op)

@@ -77,15 +77,21 @@ def adam(
         g = g * grad_scale.to(wide)
     if weight_decay and not decoupled:
         g = g.add(value, alpha=weight_decay)
-    mean = torch.lerp(exp_avg.to(wide), g, 1 - beta1)
-    square = (exp_avg_sq.to(wide) * beta2).addcmul_(g, g, value=1 - beta2)
-    new = value * (1 - lr * weight_decay) if weight_decay and decoupled else value.clone()
+    # In place, unless it may have to be undone or is to be rounded.
+    new, mean, square = (
+        x if skip is None and x.dtype == wide else x.to(wide, copy=True)
+        for x in (value, exp_avg, exp_avg_sq)
+    )
+    mean.lerp_(g, 1 - beta1)
+    square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    if weight_decay and decoupled:
+        new.mul_(1 - lr * weight_decay)
     denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
     new.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
     for old, result in ((value, new), (exp_avg, mean), (exp_avg_sq, square)):
-        if skip is None:
-            old.copy_(result)
-        else:
+        if skip is not None:
             old.copy_(torch.where(skip == 0, result.to(old.dtype), old))
+        elif result is not old:
+            old.copy_(result)
     if copy is not None:
         copy.copy_(value)
