@@ -108,7 +108,10 @@ def use_low_precision(
     tensor-parallel ranks together, so that a layer computes the same under every layout; those of
     rows and blocks are of what a rank holds. Returns None when nothing multiplies in few bits.
 
-    Every rank of the model's mesh calls it, after the model is built and before it is used.
+    Every rank of the model's mesh calls it, after the model is built and before it is used. Who
+    trains it calls `advance` of what is returned after each optimizer step, and has
+    `ShardedOptimizer.when_changed` call its `weights_changed`: steps and loads write where torch
+    does not see that a parameter has changed, and old numbers would go on being multiplied.
 
     emulate: compute the same numbers by float32 where the device cannot multiply so.
 
