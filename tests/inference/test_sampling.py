@@ -276,3 +276,12 @@ def test_each_sample_has_its_own_seed_and_the_first_the_given_one() -> None:
     assert SamplingParams(n=2, seed=8).each()[1].seed != each[1].seed
     alone = SamplingParams(seed=3)
     assert alone.each() == (alone,)
+
+
+def test_a_row_that_has_no_distribution_is_named() -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    for cut in (0, 2):
+        warm = [SamplingParams(temperature=1.0, top_k=cut)] * 3
+        with pytest.raises(ValueError, match="row 1 of the logits has a NaN"):
+            draw(logits, warm, [0, 0, 0])

@@ -163,7 +163,8 @@ class Engine:
         """Give each request its next token, by its row of logits [N, V]."""
         generated = [len(request.tokens) for request in running]
         known = logits[:, : self.vocab_size]
-        chosen, drawn = draw(known, [request.params for request in running], generated)
+        params, op = [request.params for request in running], self.runner.model.kernels.sample
+        chosen, drawn = draw(known, params, generated, op=op)
         raw = log_probabilities(logits, chosen)
         columns = (chosen.tolist(), raw.tolist(), drawn.tolist(), self._tops(running, logits))
         for request, token, logprob, sampling, top in zip(running, *columns, strict=True):

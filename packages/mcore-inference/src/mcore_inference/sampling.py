@@ -5,19 +5,19 @@ N sequences, V vocabulary entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mcore_kernels.ops.sample.reference import probabilities
+from mcore_kernels.ops.sample.reference import sample as plain_sample
+from mcore_kernels.protocols import SampleOp
 from mcore_parallel import RngKey
 
 Tops = list[tuple[tuple[int, float], ...]]
 """For each of several places, the most probable tokens with their log-probabilities."""
-
-# Logits come in float32 or less: a sum that misses top_p by this share of the tail has reached it.
-_TOP_P_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,11 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 
 
 def draw(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    op: SampleOp = plain_sample,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row of logits, and how probable the draw was.
 
@@ -98,25 +102,27 @@ def draw(
         logits: [N, V], real vocabulary only.
         params: one per row.
         positions: the number of tokens generated before by each row.
+        op: what draws (`Kernels(…).sample`).
 
     Returns:
         The tokens [N] int64, and ln p [N] float32 of each in the distribution that it was drawn
         from (`allowed_probabilities`): 0 where temperature 0 leaves no choice.
+
+    Raises:
+        ValueError: logits to draw by have a NaN, or nothing above -inf.
     """
     chosen = greedy(logits)
     certainty = torch.zeros(len(chosen), dtype=torch.float32, device=logits.device)
-    rows = [row for row, param in enumerate(params) if param.temperature > 0]
-    if rows:
-        picked = [params[row] for row in rows]
-        allowed = allowed_probabilities(logits[rows], picked)
-        total = allowed.cumsum(-1)
+    for rows in _kinds(params, [row for row, param in enumerate(params) if param.temperature > 0]):
         u = [_uniform(params[row].seed, positions[row]) for row in rows]
-        target = torch.tensor(u, dtype=total.dtype, device=total.device)[:, None] * total[:, -1:]
-        # The largest u, 1 - 2^-53, times any number rounds to less than that number: so the first
-        # sum beyond the target exists, and belongs to a token that adds to it.
-        drawn = torch.searchsorted(total, target, right=True)
-        chosen[rows] = drawn[:, 0]
-        certainty[rows] = allowed.gather(-1, drawn)[:, 0].log().float()
+        uniform = torch.tensor(u, dtype=torch.float64, device=logits.device)
+        numbers = _numbers([params[row] for row in rows], logits.device)
+        chosen[rows], certainty[rows] = op(logits[rows], uniform, **numbers)
+    if certainty.isnan().any():
+        row = int(certainty.isnan().nonzero()[0])
+        raise ValueError(
+            f"row {row} of the logits has a NaN, or nothing above -inf: nothing to draw"
+        )
     return chosen, certainty
 
 
@@ -132,16 +138,10 @@ def allowed_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> T
     go to the lowest ids, so that exactly k tokens stay.
     """
     logits = logits.detach()
-    wide = logits.double()
-    temperature = _column([param.temperature or 1.0 for param in params], wide)
-    # Differences first: a tiny temperature makes them -inf at worst, never inf - inf.
-    p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / temperature, -1)
-    cut = [row for row, param in enumerate(params) if param.top_k or param.top_p < 1]
-    if cut:
-        p[cut] = _cut(p[cut], logits[cut], [params[row] for row in cut])
-    cold = [row for row, param in enumerate(params) if param.temperature == 0]
-    if cold:
-        p[cold] = torch.zeros_like(p[cold]).scatter(1, greedy(logits[cold])[:, None], 1.0)
+    p = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    for rows in _kinds(params, range(len(params))):
+        numbers = _numbers([params[row] for row in rows], logits.device)
+        p[rows] = probabilities(logits[rows], **numbers)
     return p
 
 
@@ -171,24 +171,35 @@ def top_log_probabilities(logits: Tensor, k: int, *, among: int | None = None) -
     return [tuple(sorted(row, key=lambda pair: (-pair[1], pair[0]))[:k]) for row in found]
 
 
-def _cut(p: Tensor, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply top-k and top-p to distributions p [N, V]."""
-    order = logits.sort(dim=-1, descending=True, stable=True).indices
-    size = p.shape[-1]
-    top_k = _column([param.top_k or size for param in params], p)
-    top_p = _column([param.top_p for param in params], p)
-    p = p.gather(-1, order)
-    p = p.masked_fill(torch.arange(size, device=p.device) >= top_k, 0.0)
-    p = p / p.sum(-1, keepdim=True)
-    before = p.cumsum(-1) - p
-    reached = (before >= top_p - _TOP_P_TOLERANCE * (1 - top_p)) & (top_p < 1)
-    reached[:, 0] = False  # the most probable token stays, however small top_p is
-    p = p.masked_fill(reached, 0.0)
-    return torch.zeros_like(p).scatter(-1, order, p / p.sum(-1, keepdim=True))
+def _kinds(params: Sequence[SamplingParams], rows: Iterable[int]) -> list[list[int]]:
+    """The rows of which nothing is cut off, and the others, unless there are none.
+
+    Not all at once, since sorting costs, and a cut of one row would round the others differently.
+    """
+    kinds: tuple[list[int], list[int]] = [], []
+    for row in rows:
+        kinds[_is_cut(params[row])].append(row)
+    return [kind for kind in kinds if kind]
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _is_cut(params: SamplingParams) -> bool:
+    return bool(params.top_k) or params.top_p < 1
+
+
+def _numbers(params: Sequence[SamplingParams], device: torch.device) -> dict[str, Tensor]:
+    """The arguments of a `SampleOp` for rows of one kind."""
+    wide = torch.float64
+    numbers = {
+        "temperature": torch.tensor(
+            [param.temperature for param in params], dtype=wide, device=device
+        )
+    }
+    if _is_cut(params[0]):
+        numbers["top_k"] = torch.tensor([param.top_k for param in params], device=device)
+        numbers["top_p"] = torch.tensor(
+            [param.top_p for param in params], dtype=wide, device=device
+        )
+    return numbers
 
 
 def _uniform(seed: int, position: int) -> float:
