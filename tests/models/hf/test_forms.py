@@ -19,7 +19,7 @@ from mcore_parallel import Group
 transformers = pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parent))
 import folders  # noqa: E402
-from families import random_model  # noqa: E402
+from families import FAMILIES, config_class, random_model  # noqa: E402
 from over_ranks import tensors_of  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -353,6 +353,41 @@ def test_what_is_wrong_is_said_in_one_line(kind: str, fields: dict[str, Any], me
         ARCHITECTURES[kind].read_config(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+ROPE = {
+    **{"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0},
+    **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3-longrope", "qwen2-moe", "glm-4.5"])
+def test_whatever_a_field_has_is_read_or_refused_in_one_line(family: str) -> None:
+    """Values of all types, also within the parameters of positions: never another error."""
+    full = config_class(family)(**FAMILIES[family][1]).to_dict()
+    (known,) = [x for x in ARCHITECTURES.values() if x.model_type == full["model_type"]]
+    said: list[str] = []
+
+    def read(config: dict[str, Any]) -> None:
+        try:
+            known.read_config(config)
+        except ValueError as error:
+            said.append(str(error))
+
+    read(full)
+    assert not said
+    listed = {"sliding_window_pattern", "max_window_layers", "quantization_config", *full}
+    plain = {name: value for name, value in full.items() if name != "layer_types"}
+    for value in (None, "x", -1, 0, 1.5, [], {}, ["x"]):
+        for name in listed:
+            read({**plain, name: value})
+        for scaling in ("linear", "llama3", "yarn", "longrope", value):
+            for name in (*ROPE, "rope_type"):
+                given = {"rope_type": scaling, **ROPE, name: value}
+                read({**full, "rope_parameters": given})
+    assert len(said) > 100
+    assert not any("\n" in message for message in said)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.llama import NORMED, SIZES, TIED, decoder_operators
 from mcore_models.hf.local_rope import LocalRope
 from mcore_models.hf.rope import Rope
-from mcore_models.hf.rules import Biases, Choice, Field, Only, Ours, Power, with_defaults
+from mcore_models.hf.rules import Biases, Choice, Field, Only, Ours, Power, count_of, with_defaults
 from mcore_models.hf.windows import Windows, alternate
 from mcore_parallel.mapping import Operator
 
@@ -35,7 +35,8 @@ class EmbeddingScale:
 
 
 def _every_sixth_full(config: Mapping[str, Any], layers: int) -> list[bool]:
-    period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    period = count_of(config, "_sliding_window_pattern", 6, least=1)
+    period = count_of(config, "sliding_window_pattern", period, least=1)
     return [bool((i + 1) % period) for i in range(layers)]
 
 

@@ -10,7 +10,7 @@ from mcore_models.hf.blocks import DecodeBlocks, or_blocks
 from mcore_models.hf.experts import expert_operators, joined_experts, set_pattern
 from mcore_models.hf.llama import DRESS, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
-from mcore_models.hf.rules import Biases, Field, Ours, with_defaults
+from mcore_models.hf.rules import Biases, Field, Ours, count_of, with_defaults
 from mcore_models.hf.windows import Windows, from_layer
 from mcore_parallel.mapping import Inward, Operator, Rename
 
@@ -104,7 +104,8 @@ _EXPERTS = (
 
 def _first_half(config: Mapping[str, Any], layers: int) -> list[bool]:
     """Every second layer of the first `max_window_layers` is sliding."""
-    return [i % 2 == 0 and i < config.get("max_window_layers", 28) for i in range(layers)]
+    count = count_of(config, "max_window_layers", 28)
+    return [i % 2 == 0 and i < count for i in range(layers)]
 
 
 def _with_shared_experts(model: ModelConfig) -> Iterator[Operator]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_models.config import ModelConfig
-from mcore_models.hf.rules import give
+from mcore_models.hf.rules import count_of, give
 from mcore_models.parts import RopeConfig
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -127,7 +127,9 @@ class Rope:
         return found
 
     def _kind(self, given: Mapping[str, Any]) -> str:
-        kind: str = given.get("rope_type", given.get("type", "default"))
+        kind = given.get("rope_type", given.get("type", "default"))
+        if not isinstance(kind, str):
+            raise ValueError(f"rope_type={kind!r} must be of type str")
         return dict(self.aliases).get(kind, kind)
 
     def _read_share(
@@ -154,10 +156,12 @@ class Rope:
         value = given.get(theirs)
         if theirs == _ORIGINAL:
             if self.original_length is not None:
-                return config.get(_ORIGINAL, self.original_length)
+                return count_of(config, _ORIGINAL, self.original_length, least=1)
             return fields["max_positions"] if value is None else value
         if theirs == "factor" and value is None and kind in _STRETCHED:
             original = self._value(_ORIGINAL, kind, config, given, fields)
+            if type(original) not in (int, float) or not original > 0:
+                raise ValueError(f"{_ORIGINAL}={original!r} must be a number greater than 0")
             return fields["max_positions"] / original
         return value
 
@@ -199,8 +203,14 @@ def _head_size(fields: Mapping[str, Any]) -> int:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return a number, a truth or a list of numbers; ValueError when it is none."""
-    numbers = value if isinstance(value, list) else [value]
-    if any(type(number) not in (int, float, bool) for number in numbers):
-        raise ValueError(f"{name}={value!r} must be a number, or numbers")
-    return tuple(map(float, value)) if isinstance(value, list) else value
+    """Return a number, a truth, or where there is one for each pair numbers; ValueError else."""
+    if name.endswith(_LISTS):
+        if not isinstance(value, list) or any(type(x) not in (int, float) for x in value):
+            raise ValueError(f"{name}={value!r} must be a list of numbers")
+        return tuple(map(float, value))
+    if type(value) not in (int, float, bool):
+        raise ValueError(f"{name}={value!r} must be a number")
+    return value
+
+
+_LISTS = (".short_factor", ".long_factor")

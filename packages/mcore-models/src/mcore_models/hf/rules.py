@@ -55,6 +55,15 @@ def give(fields: dict[str, Any], field: str, value: Any) -> None:
     (fields.setdefault(part, {}) if dot else fields)[name] = value
 
 
+def count_of(config: Mapping[str, Any], name: str, default: int, least: int = 0) -> int:
+    """A whole number of `config`, or the default where it is absent or null; ValueError else."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    return value
+
+
 def put(config: dict[str, Any], name: str, value: Any) -> None:
     """Set a field that says something else; one that says the same keeps its spelling (1, 1.0)."""
     if name not in config or config[name] != value:
@@ -128,15 +137,18 @@ class Choice:
         """Take over what the value means."""
         value = config.get(self.theirs)
         value = self.values[0][0] if value is None else value
-        if value not in dict(self.values):
-            known = ", ".join(repr(theirs) for theirs, _ in self.values)
-            raise ValueError(f"{self.theirs}={value!r} is not supported: only {known}")
-        give(fields, self.ours, dict(self.values)[value])
+        for theirs, ours in self.values:
+            if value == theirs:
+                give(fields, self.ours, ours)
+                return
+        known = ", ".join(repr(theirs) for theirs, _ in self.values)
+        raise ValueError(f"{self.theirs}={value!r} is not supported: only {known}")
 
     def write(self, model: ModelConfig, config: dict[str, Any]) -> None:
         """Write what means the value in force, if anything does."""
         wanted = in_force(model, self.ours)
-        if dict(self.values).get(config.get(self.theirs, self.values[0][0])) == wanted:
+        given = config.get(self.theirs, self.values[0][0])
+        if (given, wanted) in self.values:
             return
         for theirs, ours in self.values:
             if ours == wanted:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_models.config import ModelConfig
-from mcore_models.hf.rules import give, put
+from mcore_models.hf.rules import count_of, give, put
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -17,7 +17,8 @@ def alternate(config: Mapping[str, Any], layers: int) -> list[bool]:
 
 def from_layer(config: Mapping[str, Any], layers: int) -> list[bool]:
     """The layers from `max_window_layers` on are sliding."""
-    return [i >= config.get("max_window_layers", 28) for i in range(layers)]
+    first = count_of(config, "max_window_layers", 28)
+    return [i >= first for i in range(layers)]
 
 
 @dataclass(frozen=True)
