@@ -373,3 +373,39 @@ def test_routers_keep_what_they_learn_in_fp32() -> None:
         "correction",
         "load",
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normalise_top_k": False, "scaling_factor": 2.5},
+        {"score_function": "sigmoid", "num_groups": 2, "top_groups": 1, "correction_rate": 0.1},
+    ],
+    ids=["softmax", "before", "groups"],
+)
+def test_the_kernel_that_was_chosen_routes(options: dict[str, Any]) -> None:
+    """And makes what the router makes by itself, where choices are recorded; bit for bit."""
+    layer = make(changed(**options), ParallelMesh.single())
+    router, hidden, calls = layer.router, random(9, H), []
+    if router.correction is not None:
+        router.correction.data.copy_(torch.linspace(0.3, -0.3, E))
+    kernel = router._route
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["rule"])
+        return kernel(*args, **kwargs)
+
+    router._route = counted
+    one = router(hidden)
+    router.replay = lambda layer, tokens, experts: experts
+    other = router(hidden)
+    assert [rule.top_k for rule in calls] == [K]
+    for name in ("logits", "scores", "experts", "weights"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert one.margin() == other.margin()
+    grads = [
+        torch.autograd.grad(x.weights.sum() + x.scores.square().sum(), router.weight)[0]
+        for x in (one, other)
+    ]
+    torch.testing.assert_close(grads[0], grads[1])

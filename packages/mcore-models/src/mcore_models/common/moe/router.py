@@ -1,13 +1,17 @@
 """The router. N tokens of this rank, E experts, k chosen for each token, H hidden."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mcore_kernels import RoutingRule
+from mcore_kernels.protocols import MoeRouteOp
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.moe.choice import (
     group_scores,
@@ -27,18 +31,15 @@ class Routing:
     """Where N tokens go.
 
     logits, scores: [N, E], fp32. experts: those chosen [N, k] int64, best first. weights: by which
-    their outputs are multiplied [N, k], fp32. ranking: what they were chosen by [N, E], minus
-    infinity where an expert was out of the question; None where the scores did not matter. groups:
-    what groups of experts were chosen by [N, G]; None without. top_groups: how many.
+    their outputs are multiplied [N, k], fp32. ranking: computes what they were chosen by; None
+    where the scores did not matter.
     """
 
     logits: Tensor
     scores: Tensor
     experts: Tensor
     weights: Tensor
-    ranking: Tensor | None = None
-    groups: Tensor | None = None
-    top_groups: int = 1
+    ranking: "Callable[[], Ranking] | None" = None
 
     def margin(self) -> float:
         """The least difference between what was chosen, an expert or a group, and what was not.
@@ -46,12 +47,25 @@ class Routing:
         In scores, or what else they were chosen by. Rounding below it changes no choice; infinite
         where there was nothing to choose.
         """
-        margins = [math.inf]
-        if self.ranking is not None:
-            margins.append(_lead(self.ranking, self.experts.shape[1]))
-        if self.groups is not None:
-            margins.append(_lead(self.groups, self.top_groups))
+        if self.ranking is None:
+            return math.inf
+        ranking = self.ranking()
+        margins = [_lead(ranking.experts, self.experts.shape[1])]
+        if ranking.groups is not None:
+            margins.append(_lead(ranking.groups, ranking.top_groups))
         return min(margins)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranking:
+    """What experts are chosen by [N, E], minus infinity where one is out of the question.
+
+    groups: what groups of experts are chosen by [N, G]; None without. top_groups: how many.
+    """
+
+    experts: Tensor
+    groups: Tensor | None = None
+    top_groups: int = 1
 
 
 class Replay(Protocol):
@@ -83,6 +97,8 @@ class Router(nn.Module):
         self.moe = moe
         self.layer_index = layer_index
         self.replay: Replay | None = None
+        self._route: MoeRouteOp = build.kernels.moe_route
+        self._rule = _rule_of(moe)
         self._group = build.tp
         self._init = Init(kind="normal", std=config.init_std)
         self._dtype = torch.promote_types(build.dtype, torch.float32)
@@ -107,6 +123,16 @@ class Router(nn.Module):
         if moe.jitter and tokens is not None and tokens.training:
             x = self._jittered(x, tokens)
         logits = F.linear(x, self.weight, self.bias)
+        if self._rule is not None and self.replay is None:
+            weights, experts, scores = self._route(logits, self.correction, rule=self._rule)
+            plain = logits.detach(), scores.detach()
+            return Routing(
+                logits=logits,
+                scores=scores,
+                experts=experts,
+                weights=weights,
+                ranking=partial(self._ranking, *plain),
+            )
         scores = scores_of(logits, moe.score_function)
         routing = self._choose(logits.detach(), scores.detach(), tokens)
         experts = routing.experts
@@ -122,7 +148,21 @@ class Router(nn.Module):
             rows = torch.arange(len(scores), device=scores.device)
             experts = in_turn(rows if tokens is None else tokens.rows(), moe)
             return Routing(logits=logits, scores=scores, experts=experts, weights=scores)
-        ranking, groups = scores, None
+        ranking = self._ranking(logits, scores, tokens)
+        # Where nothing else matters, by the logits: scores that are rounded may be equal.
+        decisive = logits if ranking.experts is scores else ranking.experts
+        return Routing(
+            logits=logits,
+            scores=scores,
+            experts=decisive.topk(moe.top_k, dim=-1).indices,
+            weights=scores,
+            ranking=lambda: ranking,
+        )
+
+    def _ranking(
+        self, logits: Tensor, scores: Tensor, tokens: RoutedTokens | None = None
+    ) -> Ranking:
+        moe, ranking, groups = self.moe, scores, None
         if moe.expert_choice == "sinkhorn" and tokens is not None and tokens.training:
             ranking = sinkhorn(logits, tokens)
         if self.correction is not None:
@@ -130,17 +170,7 @@ class Router(nn.Module):
         if moe.num_groups > 1:
             groups = group_scores(ranking, moe)
             ranking = within_groups(ranking, groups, moe)
-        # Where nothing else matters, by the logits: scores that are rounded may be equal.
-        decisive = logits if ranking is scores else ranking
-        return Routing(
-            logits=logits,
-            scores=scores,
-            experts=decisive.topk(moe.top_k, dim=-1).indices,
-            weights=scores,
-            ranking=ranking,
-            groups=groups,
-            top_groups=moe.top_groups,
-        )
+        return Ranking(experts=ranking, groups=groups, top_groups=moe.top_groups)
 
     def _checked(self, given: Tensor, own: Tensor) -> Tensor:
         """The choices given in place of the router's own; ValueError when it cannot make them."""
@@ -196,6 +226,24 @@ class Router(nn.Module):
                 fp32=True,
             )
         return specs
+
+
+def _rule_of(moe: MoEConfig) -> RoutingRule | None:
+    """What the kernel makes of logits; None where it cannot.
+
+    Roots of softplus have no gradient where it underflows, which is looked after here alone.
+    """
+    if moe.expert_choice != "top_k" or moe.score_function == "sqrt_softplus":
+        return None
+    return RoutingRule(
+        top_k=moe.top_k,
+        score=moe.score_function,
+        normalise=moe.normalise_top_k,
+        scale=moe.scaling_factor,
+        num_groups=moe.num_groups,
+        top_groups=moe.top_groups,
+        per_group=moe.group_score_experts,
+    )
 
 
 def _place(key: RngKey, layer_index: int) -> RngKey:
