@@ -1,6 +1,7 @@
 """`mcore-train bench`: the numbers belong together, and nothing but the timed steps is in them."""
 
 import json
+from threading import Thread
 
 import pytest
 import torch
@@ -85,6 +86,13 @@ def test_the_split_sees_what_runs() -> None:
     assert isinstance(split, TimeSplit)
     assert split.matmul > 10 * split.memory_bound
     assert split_step(sums, products, CPU).matmul == 0
+
+    def elsewhere() -> None:
+        thread = Thread(target=products)
+        thread.start()
+        thread.join()
+
+    assert split_step(elsewhere, sums, CPU).matmul > 0  # as forwards do that are paired
     # Nor does it count what runs while it waits for other ranks.
     assert split_step(sums, sums, CPU, together=products).matmul == 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mcore_train.bench.clock import synchronise
@@ -108,7 +109,9 @@ def _profiled(
     """What ran on the device, in seconds, and the wall time of the whole."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, acc_events=True) as profiler:
+    # Of a CPU other threads are not seen unless asked for: paired forwards have their own.
+    threads = None if cuda else _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=activities, acc_events=True, experimental_config=threads) as profiler:
         together()
         synchronise(device)
         start = time.perf_counter()
