@@ -130,10 +130,13 @@ def test_what_a_config_refuses(change: dict[str, Any], message: str) -> None:
         # Of padding behind a short text, too.
         (20, {"lengths": torch.tensor([8])}, "position 19 is not in the table of max_positions=16"),
         (2, {"positions": torch.tensor([[-1, 0]])}, "position -1 is not in the table of max_pos"),
+        (2, {"lengths": torch.tensor([2, 1])}, r"lengths has shape \[2\]: give one of each, \[1\]"),
         (2, {"token_types": torch.tensor([[0, 2]])}, r"token type 2 .*num_token_types=2: use 0 to"),
     ],
 )
-def test_rows_that_no_table_has(size: int, arguments: dict[str, Tensor], message: str) -> None:
+def test_rows_that_no_table_has_and_lengths_of_nothing(
+    size: int, arguments: dict[str, Tensor], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         built()(torch.zeros(1, size, dtype=torch.int64), **arguments)
 

@@ -213,8 +213,13 @@ def padded_batch(
 
     What follows them is a document of its own: the N = 2 · B documents are texts and paddings in
     turn, and texts alone, N = B, without `lengths`. The others as in `TokenBatch.from_samples`.
+
+    Raises:
+        ValueError: lengths that are not one of each sample.
     """
     samples, size = tokens.shape
+    if lengths is not None and lengths.shape != (samples,):
+        raise ValueError(f"lengths has shape {list(lengths.shape)}: give one of each, [{samples}]")
     if positions is None:
         positions = torch.arange(size, device=tokens.device).repeat(samples, 1)
     bounds = None
