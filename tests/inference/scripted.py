@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, ContiguousCache
+from mcore_kernels import Kernels
 from mcore_models import ModelConfig, build_model
 
 
@@ -36,7 +37,7 @@ class ScriptedRunner:
     make_cache = staticmethod(ContiguousCache)
 
     def __init__(self, config: ModelConfig, scripts: Mapping[tuple[int, ...], Sequence[int]]):
-        self.model: Any = SimpleNamespace(config=config)
+        self.model: Any = SimpleNamespace(config=config, kernels=Kernels())
         self.scripts = scripts
         self.turns: threading.Semaphore | None = None
         self.error: Exception | None = None
