@@ -286,4 +286,4 @@ def test_code_of_the_documentation_runs() -> None:
         r"^```python\n(.*?)^```$", (DOCS / "pipelines.md").read_text(), re.M | re.S
     )
     exec(code, {})
-    assert len(SHOWN) == 3
+    assert len(SHOWN) == 4
