@@ -61,7 +61,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("packed") / "documents")
+    return write_documents(tmp_path_factory.mktemp("packed") / "documents", "gpt")
 
 
 def config_of(name: str, documents: Path) -> TrainConfig:

@@ -17,7 +17,9 @@ from mcore_train.parity.families import STEPS, family_config, write_documents
 
 def test_training_is_bitwise_the_same(tmp_path: Path) -> None:
     """U27: losses, auxiliary ones, gradients and parameters, with dropout and packed documents."""
-    config = comparable(family_config("hybrid", tokens=write_documents(tmp_path / "tokens")))
+    config = comparable(
+        family_config("hybrid", tokens=write_documents(tmp_path / "tokens", "hybrid"))
+    )
     plain = record(config, ParallelMesh.single(), STEPS)
     assert plain is not None
     for name in ("full", "selective"):
