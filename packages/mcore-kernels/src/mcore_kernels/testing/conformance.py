@@ -109,8 +109,9 @@ def _compare(  # noqa: PLR0917 -- one internal caller
             wanted, slack = accumulation_dtype(like), slack * (64.0 if like.itemsize == 2 else 1.0)
         if name == "result 1" and op in ("ssd_scan", "gated_delta_rule"):
             wanted = accumulation_dtype(like)
-        if op in ("ssd_scan", "gated_delta_rule") and like.itemsize == 2:
-            # Matrix units multiply 16 bits: what leaves kernels in float32 has so many digits.
+        scans = op in ("ssd_scan", "gated_delta_rule")
+        if scans and resolved.name == "triton" and like.itemsize == 2:
+            # Its products are of 16 bits: what leaves it in float32 has so many digits.
             slack *= torch.finfo(like).eps / torch.finfo(wanted).eps
         if name == "result 1" and op == "add_rms_norm":
             wanted = torch.promote_types(like, arguments["residual"].dtype)
