@@ -2,9 +2,10 @@
 
     python tools/kernel_peers.py [FILE.json]
 
-Liger, quack, FlashAttention-4 and flash-linear-attention are measured where they are installed, by
-the same clock and on the same sizes: 16,384 × 4,096 for norms and activations, attention of 32
-query and 8 kv heads of 128 at 8,192 tokens, the head of Llama 3 over 128,256 classes.
+Liger, quack, FlashAttention-4, flash-linear-attention and Transformer Engine are measured where
+they are installed, by the same clock and on the same sizes: 16,384 × 4,096 for norms and
+activations, attention of 32 query and 8 kv heads of 128 at 8,192 tokens, the head of Llama 3 over
+128,256 classes.
 """
 
 import json
@@ -108,6 +109,158 @@ def state_space() -> Iterator[Call]:
     yield "flash-linear-attention", "gated_delta_rule forward", run, size, 0.0
 
 
+ENGINE = "Transformer Engine"
+
+
+def engine_norms() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+
+    x = tensor(16_384, 4096)
+    size = 2.0 * x.numel()
+    for name, made in (("rms_norm", te.RMSNorm), ("layer_norm", te.LayerNorm)):
+        norm = made(4096, params_dtype=torch.bfloat16, device="cuda")
+        run = lambda a, *_, norm=norm: norm(a)  # noqa: E731
+        yield from both(
+            ENGINE, name, run, [x, *norm.parameters()], (2 * size, 0.0), (3 * size, 0.0)
+        )
+
+
+def engine_activations() -> Iterator[Call]:
+    import transformer_engine_torch as tex
+
+    x, grad = tensor(16_384, 16_384).detach(), tensor(16_384, 8192).detach()
+    size = 2.0 * grad.numel()
+    yield ENGINE, "swiglu forward", lambda: tex.swiglu(x, None), 3 * size, 0.0
+    yield ENGINE, "swiglu backward", lambda: tex.dswiglu(grad, x, None), 5 * size, 0.0
+
+
+def engine_rope() -> Iterator[Call]:
+    from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    angles = RotaryPositionEmbedding(128)(16_384).cuda()
+    heads = tensor(16_384, 1, 40, 128)
+    size = 2.0 * 2 * heads.numel()
+    run = lambda a: apply_rotary_pos_emb(a, angles, tensor_format="sbhd", fused=True)  # noqa: E731
+    yield from both(ENGINE, "rope", run, [heads], (size, 0.0), (size, 0.0))
+
+
+def engine_permutation() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+
+    tokens, top, experts = 16_384, 2, 8
+    x = tensor(tokens, 4096).detach()
+    chosen = torch.rand(tokens, experts, device="cuda").topk(top).indices.int()
+    rows, where = te.moe_permute(x, chosen, tokens * top, map_type="index")
+    weights = torch.rand(tokens, top, device="cuda")
+    size = 2.0 * (top + 1) * x.numel()
+    there = lambda: te.moe_permute(x, chosen, tokens * top, map_type="index")  # noqa: E731
+    back = lambda: te.moe_unpermute(rows, where, weights, map_type="index")  # noqa: E731
+    yield ENGINE, "moe_permute there", there, size, 0.0
+    yield ENGINE, "moe_permute and back", back, size, 0.0
+
+
+def engine_adam() -> Iterator[Call]:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    weight = torch.nn.Parameter(torch.randn(2**28, device="cuda").bfloat16())
+    optimizer = FusedAdam([weight], lr=1e-4, master_weights=True, use_decoupled_grad=True)
+    weight.decoupled_grad = torch.randn(2**28, device="cuda")  # type: ignore[attr-defined]
+    # Gradient, master weight and two moments read, three of them written, and the copy.
+    num_bytes = (7 * 4.0 + 2) * weight.numel()
+    yield ENGINE, "adam, step with a bfloat16 copy", optimizer.step, num_bytes, 0.0
+
+
+def engine_loss() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+
+    logits, labels = tensor(1, 4096, 32_768), torch.arange(4096, device="cuda")[None]
+    size = 2.0 * logits.numel()
+    # The forward writes the gradient too, in a copy: the backward scales it.
+    run = lambda a: te.parallel_cross_entropy(a, labels)  # noqa: E731
+    yield from both(ENGINE, "cross_entropy", run, [logits], (2 * size, 0.0), (2 * size, 0.0))
+
+
+def engine_attention() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+
+    module = te.DotProductAttention(32, 128, num_gqa_groups=8, attn_mask_type="causal")
+    for length in (8192, 32_768):
+        q, k, v = (tensor(length, 1, heads, 128) for heads in (32, 8, 8))
+        flops = 2.0 * length**2 * 32 * 128
+        yield from both(
+            ENGINE, f"attention {length}", module, [q, k, v], (0.0, flops), (0.0, 2.5 * flops)
+        )
+
+
+def engine_linear() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    rows, inner, outer = 8192, 4096, 14_336
+    flops = 6.0 * rows * inner * outer
+    linear = te.Linear(
+        inner, outer, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True
+    )
+    linear.weight.main_grad = torch.zeros(outer, inner, device="cuda")
+    x, grad = tensor(rows, inner), tensor(rows, outer).detach()
+    recipes = {
+        "bfloat16": None,
+        "8 bits, scales of tensors": recipe.Float8CurrentScaling(),
+        "8 bits, delayed scales of tensors": recipe.DelayedScaling(),
+        "8 bits, scales of blocks": recipe.Float8BlockScaling(),
+    }
+    for name, chosen in recipes.items():
+        first = True
+
+        def run(chosen: Any = chosen) -> None:
+            nonlocal first
+            with te.autocast(enabled=chosen is not None, recipe=chosen):
+                result = linear(x, is_first_microbatch=first)
+            first = False
+            result.backward(grad)
+            x.grad = None
+
+        try:
+            run()
+        except Exception as error:  # this device or library cannot: the others are measured still
+            print(f"{ENGINE}, linear in {name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        yield ENGINE, f"linear both ways, {name}", run, 0.0, flops
+
+
+def engine_experts() -> Iterator[Call]:
+    import transformer_engine.pytorch as te
+
+    rows, experts = 131_072, 128
+    for name, inner, outer in (("up", 2048, 1536), ("down", 768, 2048)):
+        module = te.GroupedLinear(
+            experts, inner, outer, bias=False, params_dtype=torch.bfloat16,
+            fuse_wgrad_accumulation=True,
+        )  # fmt: skip
+        weights = list(module.parameters())
+        for weight in weights:
+            weight.main_grad = torch.zeros(outer, inner, device="cuda")
+        x, grad = tensor(rows, inner), tensor(rows, outer).detach()
+        counts = [rows // experts] * experts
+        flops = 2.0 * rows * inner * outer
+        forward = lambda m=module, a=x, c=counts: m(a.detach(), c)  # noqa: E731
+
+        def run(module: Any = module, x: Any = x, grad: Any = grad, counts: Any = counts) -> None:
+            module(x, counts).backward(grad)
+            x.grad = None
+
+        yield ENGINE, f"experts {name} forward", forward, 0.0, flops
+        yield ENGINE, f"experts {name} forward and both gradients", run, 0.0, 3 * flops
+
+
+GROUPS = (
+    liger_norms, quack_norms, activations, head, attention, state_space,
+    engine_norms, engine_activations, engine_rope, engine_permutation, engine_adam, engine_loss,
+    engine_attention, engine_linear, engine_experts,
+)  # fmt: skip
+
+
 def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print(
@@ -117,7 +270,7 @@ def main(arguments: list[str]) -> int:
     device = torch.device("cuda")
     limits = measure_limits(device, torch.bfloat16)
     found = []
-    for group in (liger_norms, quack_norms, activations, head, attention, state_space):
+    for group in GROUPS:
         try:
             for library, name, run, num_bytes, flops in group():
                 time = timing(run, device, 15)
