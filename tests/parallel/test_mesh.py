@@ -274,6 +274,19 @@ def test_lazy_groups_meet_whatever_their_members_did_before(ranks: RankPool) -> 
     ranks.run(twins, 4)
 
 
+def made_and_closed(text: str, times: int) -> None:
+    """Nothing is communicated: the first rank to be ready closes what others still connect to."""
+    for _ in range(times):
+        mesh = ParallelMesh.create(ParallelConfig.parse(text))
+        assert mesh is not None
+        assert mesh.cp_levels
+        mesh.close()
+
+
+def test_a_mesh_may_be_closed_at_once(ranks: RankPool) -> None:
+    ranks.run(made_and_closed, 4, "cp=4 cp-kind=two-level", 15)
+
+
 def gradient_average(mesh: ParallelMesh) -> float:
     return float(all_reduce(torch.tensor(float(mesh.dp.rank)), mesh.dp_cp))
 

@@ -1,5 +1,7 @@
 """Which parameters full sharding cuts, which it leaves whole, and what it refuses."""
 
+import gc
+import os
 import re
 from pathlib import Path
 
@@ -91,6 +93,33 @@ def test_what_is_cut_and_what_stays_whole(ranks):
     # Ranks 0 and 2 share what is dense; an uneven first dimension, or an even second one.
     assert [shapes["first.0.weight"] for shapes in rows] == [(4, 5), (4, 5), (3, 5), (3, 5)]
     assert plain[0][1] == {}
+
+
+def rebuilt(times):
+    """Threads and open files of this process after each of so many meshes."""
+    found = []
+    for _ in range(times):
+        mesh = ParallelMesh.create(ParallelConfig(sharding="parameters", replicas=2))
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+        specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+        buckets = data_parallel(model, specs, mesh, units=model)
+        optimizer = ShardedOptimizer(buckets, SGD(momentum=0.9))
+        buckets.zero()
+        model(torch.ones(2, 5)).sum().backward()
+        buckets.finish()
+        optimizer.step(0.1)
+        mesh.close()
+        del mesh, model, buckets, optimizer
+        gc.collect()
+        found.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux counts threads")
+def test_nothing_is_left_of_a_mesh_that_was_closed(ranks):
+    """What torch remembers of cut parameters must not hold their groups: threads and sockets."""
+    for found in ranks.run(rebuilt, 4, 50 if os.environ.get("NIGHTLY") else 5):
+        assert found[1:] == [found[1]] * (len(found) - 1)
 
 
 def mistakes():

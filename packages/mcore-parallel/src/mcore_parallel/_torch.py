@@ -108,6 +108,9 @@ def new_process_group(
         )
     world: Any = c10d._world
     world.pg_group_ranks[pg] = {r: i for i, r in enumerate(ranks)}
+    if has_cpu_backend(pg):
+        # A member that is connected may close the group, to which another still connects.
+        pg._get_backend(torch.device("cpu")).barrier().wait()
     return pg  # type: ignore[no-any-return]
 
 
@@ -215,6 +218,14 @@ def is_alive(pg: dist.ProcessGroup) -> bool:
     """Whether `pg` still belongs to the current world."""
     world: Any = c10d._world
     return pg in world.pg_map
+
+
+def forget_groups(mesh: Any) -> None:
+    """Let a `DeviceMesh` of groups that are closed hold them no longer.
+
+    torch keeps every mesh for ever: in what it remembers of operators on DTensors.
+    """
+    mesh._pg_registry.clear()
 
 
 def file_store(path: str, world_size: int, *, prefix: str) -> Any:

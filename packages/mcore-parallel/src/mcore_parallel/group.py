@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Group:
     timeout: datetime.timedelta | None = None
     owned: bool = field(default=False, repr=False)
     _children: dict[str, Group] = field(default_factory=dict, init=False, repr=False)
+    _endings: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.size or not 0 <= self.rank < self.size:
@@ -139,6 +140,13 @@ class Group:
             )
         return self._children[key]
 
+    def when_closed(self, ending: Callable[[], None]) -> None:
+        """Call `ending` when this group is closed: it lets go of the process group, too.
+
+        The connections of a process group, and gloo's threads, last as long as any reference to it.
+        """
+        self._endings.append(ending)
+
     def close(self) -> None:
         """Destroy the process groups that this group made: its twin, its parts, and its own.
 
@@ -147,6 +155,9 @@ class Group:
         for child in self._children.values():
             child.close()
         self._children.clear()
+        for ending in self._endings:
+            ending()
+        self._endings.clear()
         if self.owned and self.pg is not None and _torch.is_alive(self.pg):
             dist.destroy_process_group(self.pg)
 

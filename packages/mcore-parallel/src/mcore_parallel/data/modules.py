@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from mcore_parallel._torch import forget_groups
 from mcore_parallel.data.place import place
 from mcore_parallel.data.share import sharding_groups
 from mcore_parallel.group import Group
@@ -184,7 +186,9 @@ def device_mesh(shard: Group, copies: Group, mesh: ParallelMesh) -> DeviceMesh:
     # first, which may be closed by now: so these are the names of the groups.
     if copies.size == 1:
         group = shard.process_group
-        return DeviceMesh.from_group(group, kind, mesh_dim_names=(group.group_name,))
+        view = DeviceMesh.from_group(group, kind, mesh_dim_names=(group.group_name,))
+        shard.when_closed(partial(forget_groups, view))
+        return view
     ranks = mesh.world.ranks
     table = [
         [ranks[ranks.index(a) + ranks.index(b) - mesh.rank] for b in shard.ranks]
@@ -192,7 +196,9 @@ def device_mesh(shard: Group, copies: Group, mesh: ParallelMesh) -> DeviceMesh:
     ]
     groups = [copies.process_group, shard.process_group]
     names = tuple(group.group_name for group in groups)
-    return DeviceMesh.from_group(groups, kind, torch.tensor(table), mesh_dim_names=names)
+    view = DeviceMesh.from_group(groups, kind, torch.tensor(table), mesh_dim_names=names)
+    shard.when_closed(partial(forget_groups, view))
+    return view
 
 
 def _dim_to_cut(param: nn.Parameter, spec: ParamSpec, size: int) -> int:
