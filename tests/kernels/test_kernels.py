@@ -33,7 +33,7 @@ def test_choices_and_digest() -> None:
 
 def test_it_prints_as_what_it_is() -> None:
     assert repr(Kernels()) == (
-        "Kernels(cpu float32: linear=reference, rms_norm=eager, add_rms_norm=reference, "
+        "Kernels(cpu float32: linear=reference, rms_norm=eager, add_rms_norm=eager, "
         "layer_norm=reference, l2_norm=reference, swiglu=reference, glu=reference, "
         "gelu=reference, activation=reference, rope=reference, attention=sdpa, "
         "paged_attention=reference, "

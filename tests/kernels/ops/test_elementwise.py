@@ -63,14 +63,24 @@ def test_a_residual_of_another_shape() -> None:
         kernels.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-5)
 
 
-def test_a_sum_in_one_pass_is_two_operators() -> None:
-    """Bit for bit in 16 bits: the norm is taken of the sum as it is passed on."""
-    x, residual = torch.randn(2, 9, 32).bfloat16().unbind(0)
-    weight = torch.randn(32).bfloat16()
-    y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    reference = resolve("rms_norm", target=kernels.target, require="reference")
-    assert torch.equal(y, reference(x + residual, weight, 1e-5))
+@pytest.mark.parametrize("name", ["reference", "eager", "invariant"])
+def test_a_sum_in_one_pass_is_two_operators(name: str) -> None:
+    """Bit for bit in 16 bits, gradients too: whoever sums before the norm gets the same."""
+    fused = resolve("add_rms_norm", target=kernels.target, require=name)
+    norm = resolve("rms_norm", target=kernels.target, require=name)
+    inputs = [*torch.randn(2, 9, 32).bfloat16().unbind(0), torch.randn(32).bfloat16()]
+    grads = torch.randn(2, 9, 32).bfloat16().unbind(0)
+    found = []
+    for in_one_pass in (True, False):
+        x, residual, weight = leaves = [one.clone().requires_grad_() for one in inputs]
+        if in_one_pass:
+            y, total = fused(x, residual, weight, 1e-5)
+        else:
+            total = x + residual
+            y = norm(total, weight, 1e-5)
+        found.append([y, total, *torch.autograd.grad((y, total), leaves, grads)])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
 
 
 def test_gradients_of_a_norm_in_two_micro_batches_add_up() -> None:

@@ -105,6 +105,24 @@ def test_many_rows_per_program(target: Target) -> None:
         torch.testing.assert_close(found[1], wanted[1], atol=2e-6 * rows**0.5, rtol=1e-4)
 
 
+def test_a_sum_in_one_pass_is_two_operators(target: Target) -> None:
+    """Bit for bit in 16 bits, gradients too, as of the implementations in plain torch."""
+    fused = resolve("add_rms_norm", target=target, require="triton")
+    norm = resolve("rms_norm", target=target, require="triton")
+    # The interpreter cuts off what of a float32 is too much for bfloat16.
+    dtype = torch.float16 if target.interpret else torch.bfloat16
+    inputs = torch.randn(4, 9, 40, device=target.device_type).to(dtype).unbind(0)
+    x, residual, dy, dtotal = inputs
+    weight = torch.randn(40, device=target.device_type).to(dtype)
+    leaves = [one.clone().requires_grad_() for one in (x, residual, weight)]
+    one_pass = fused(*leaves, 1e-5)
+    total = leaves[0] + leaves[1]
+    two = norm(total, leaves[2], 1e-5), total
+    grads = [torch.autograd.grad(one, leaves, (dy, dtotal)) for one in (one_pass, two)]
+    for one, other in zip((*one_pass, *grads[0]), (*two, *grads[1]), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_it_cannot_take_goes_to_the_declared_second(target: Target) -> None:
     device = target.device_type
     norm = resolve("rms_norm", target=target, require="triton")

@@ -82,7 +82,7 @@ def test_embeddings_in_16_bits_are_scaled_as_theirs(source: Source, family: str)
         theirs.model, "embedding_multiplier", 1
     )
     found: list[torch.Tensor] = []
-    ours.blocks[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    ours.blocks[0].register_forward_pre_hook(lambda _, args: found.append(args[0].settled()))
     ours(TOKENS)
     assert found[0].dtype == torch.bfloat16
     assert torch.equal(found[0], theirs_first.flatten(0, 1))

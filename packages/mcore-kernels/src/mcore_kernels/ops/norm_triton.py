@@ -139,8 +139,11 @@ def _backward_kernel(
             dx -= tl.sum(dy, axis=1)[:, None] / h
         dx *= rstd
         if ADD:
+            # Rounded before the sum, as the gradients of two operators would be: whether a sum is
+            # taken in the pass of the norm or before it makes no difference then.
             source = dtotal_ptr + at * stride_dtotal + col[None, :]
-            dx += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            passed = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + passed
         tl.store(dx_ptr + at * h + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if WEIGHT:
         tl.store(dw_ptr + tl.program_id(0) * h + col, tl.sum(dw, axis=0), mask=known)

@@ -24,6 +24,7 @@ from mcore_models.common.mamba2 import Mamba2
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe import MoE
 from mcore_models.common.norm import build_norm
+from mcore_models.common.residual import Residual
 from mcore_models.config import ModelConfig
 from mcore_models.pattern import NO_PART
 from mcore_parallel import gather_from_group, scatter_to_group
@@ -151,63 +152,84 @@ class Block(nn.Module):
             part_again=build.recompute.recomputes(name),
         )
 
-    def forward(self, hidden: Tensor, context: TokenContext) -> Tensor | Steps[Tensor]:
-        """This layer's output, shaped like `hidden`; with `context.in_turns` the steps to it."""
+    def forward(
+        self, hidden: Tensor | Residual, context: TokenContext
+    ) -> Tensor | Residual | Steps[Tensor | Residual]:
+        """This layer's output, of the kind of `hidden`; with `context.in_turns` the steps to it.
+
+        Of a `Residual` the first norm takes what is pending, and the last part's output stays so.
+        """
         if context.in_turns:
             return self._in_turns(hidden, context)
-        entered = hidden
+        entered = stream = self._entered(hidden)
         for step in self._steps:
-            if not self._is_idle(step, hidden):
-                source = entered if self._parallel else hidden
-                hidden = self._add(hidden, self._output(step, source, context), step, context)
-        return hidden
+            if self._is_idle(step, stream):
+                continue
+            source = entered if self._parallel else stream
+            out, source = self._output(step, source, context)
+            stream = self._add(stream if self._parallel else source, out, step, context)
+        return stream if isinstance(hidden, Residual) else stream.settled()
 
-    def _in_turns(self, hidden: Tensor, context: TokenContext) -> Steps[Tensor]:
+    def _in_turns(
+        self, hidden: Tensor | Residual, context: TokenContext
+    ) -> Steps[Tensor | Residual]:
         """As `forward`; yields where a part does. What is recomputed runs as one."""
         whole = replace(context, in_turns=False)
-        entered = hidden
+        entered = stream = self._entered(hidden)
         for step in self._steps:
-            if self._is_idle(step, hidden):
+            if self._is_idle(step, stream):
                 continue
-            source = entered if self._parallel else hidden
+            source = entered if self._parallel else stream
             if step.norm_again or step.part_again or step.sees_all_tokens:
-                out = self._output(step, source, whole)
+                out, source = self._output(step, source, whole)
             else:
-                found = self._call_part(step, self._norm(step.norm, source), context)
+                normed, source = source.normed(self._norm(step.norm))
+                found = self._call_part(step, normed, context)
                 out = (yield from found) if isinstance(found, Generator) else found
-            hidden = self._add(hidden, out, step, context)
-        return hidden
+            stream = self._add(stream if self._parallel else source, out, step, context)
+        return stream if isinstance(hidden, Residual) else stream.settled()
 
-    def _is_idle(self, step: _Step, hidden: Tensor) -> bool:
+    def _entered(self, hidden: Tensor | Residual) -> Residual:
+        stream = Residual.of(hidden)
+        # Parts of one input each norm it: the sum is taken once, before.
+        return Residual(stream.settled()) if self._parallel else stream
+
+    def _is_idle(self, step: _Step, stream: Residual) -> bool:
         """Whether there is nothing to do: no tokens, here and on all ranks of tp and cp.
 
         Only experts then have to do with tokens of other ranks.
         """
-        return not len(hidden) and not isinstance(self.get_submodule(step.part), MoE)
+        return not len(stream.total) and not isinstance(self.get_submodule(step.part), MoE)
 
-    def _output(self, step: _Step, hidden: Tensor, context: TokenContext) -> Tensor:
-        norm = partial(self._norm, step.norm)
+    def _output(
+        self, step: _Step, stream: Residual, context: TokenContext
+    ) -> tuple[Tensor, Residual]:
+        """What a part makes of the normed stream, and the stream with nothing pending."""
         part = partial(self._run_part, step, context)
-        if context.cache is not None:  # its entries are made once
-            return part(norm(hidden))
-        if step.part_again:
+        norm = self._norm(step.norm)
+        again = context.cache is None  # its entries are made once
+        if step.part_again and again:
             part = partial(recompute, part)
-        return recompute_output(norm, hidden, part) if step.norm_again else part(norm(hidden))
+        if step.norm_again and again:
+            assert norm is not None
+            total = stream.settled()
+            return recompute_output(norm, total, part), Residual(total)
+        normed, stream = stream.normed(norm)
+        return part(normed), stream
 
-    def _norm(self, name: str | None, hidden: Tensor) -> Tensor:
-        """The norm of that name of `hidden`, or `hidden` itself where there is none."""
-        if name is None:
-            return hidden
-        out: Tensor = self.get_submodule(name)(hidden)
-        return out
+    def _norm(self, name: str | None) -> nn.Module | None:
+        """The norm of that name; None where there is none."""
+        return None if name is None else self.get_submodule(name)
 
-    def _add(self, hidden: Tensor, out: Tensor, step: _Step, context: TokenContext) -> Tensor:
-        if not self._norms_sums:
-            out = self._norm(step.out_norm, out)
+    def _add(self, stream: Residual, out: Tensor, step: _Step, context: TokenContext) -> Residual:
+        """The stream with the output of a part."""
+        norm = self._norm(step.out_norm)
+        if norm is not None and not self._norms_sums:
+            out = norm(out)
         if context.dropout is not None:
             out = context.dropout(out, self.layer_index, step.part)
-        added = hidden + (out if self._scale == 1 else out * self._scale)
-        return self._norm(step.out_norm, added) if self._norms_sums else added
+        stream = stream.plus(out if self._scale == 1 else out * self._scale)
+        return Residual(stream.normed(norm)[0]) if self._norms_sums else stream
 
     def _run_part(self, step: _Step, context: TokenContext, normed: Tensor) -> Tensor:
         """The part's output for this rank's hidden states."""

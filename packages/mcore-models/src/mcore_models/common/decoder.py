@@ -11,6 +11,7 @@ from mcore_models.common.batch import TokenContext
 from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.lanes import split_lanes
+from mcore_models.common.residual import Residual
 from mcore_models.config import ModelConfig
 from mcore_parallel.expert import Steps, in_turns
 from mcore_parallel.recompute import recompute
@@ -57,11 +58,14 @@ class Decoder(nn.ModuleDict):
             if again:
                 hidden = recompute(partial(self._run, group, whole), hidden, spread=self._spread)
                 continue
+            stream = Residual(hidden)
             for name in group:
-                hidden = yield from self[name](hidden, context)
+                stream = yield from self[name](stream, context)
+            hidden = stream.settled()
         return hidden
 
     def _run(self, names: list[str], context: TokenContext, hidden: Tensor) -> Tensor:
+        stream = Residual(hidden)
         for name in names:
-            hidden = self[name](hidden, context)
-        return hidden
+            stream = self[name](stream, context)
+        return stream.settled()

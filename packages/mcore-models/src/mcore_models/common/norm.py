@@ -3,6 +3,8 @@
 T tokens, H hidden, D head size.
 """
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 
@@ -37,13 +39,23 @@ class RMSNorm(nn.Module):
         self.param_init = {"weight": _scale_init(zero_centered)}
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype, device=build.device))
         self._rms_norm = build.kernels.rms_norm
+        self._add_rms_norm = build.kernels.add_rms_norm
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Norm every row."""
-        out: Tensor = self._rms_norm(
-            hidden, self.weight, self.eps, zero_centered=self.zero_centered
-        )
-        return out
+    @overload
+    def forward(self, hidden: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, hidden: Tensor, pending: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Norm every row; with `pending`, which is added before, also return the sum."""
+        centered = self.zero_centered
+        if pending is None:
+            out: Tensor = self._rms_norm(hidden, self.weight, self.eps, zero_centered=centered)
+            return out
+        return self._add_rms_norm(pending, hidden, self.weight, self.eps, zero_centered=centered)
 
 
 class LayerNorm(nn.Module):

@@ -1,9 +1,10 @@
 """Residual sum and RMS norm: `mcore_kernels.protocols.AddRmsNormOp`."""
 
 from mcore_kernels.implementation import Implementation, Operator
+from mcore_kernels.ops.add_rms_norm.eager import add_rms_norm as eager
 from mcore_kernels.ops.add_rms_norm.reference import add_rms_norm as reference
 from mcore_kernels.ops.norm_limits import add_rms_norm as limits
-from mcore_kernels.requirements import TRITON
+from mcore_kernels.requirements import TRITON, needs_device
 
 OPERATOR = Operator(
     "add_rms_norm",
@@ -13,6 +14,14 @@ OPERATOR = Operator(
             name="reference",
             fn=reference,
             summary="a sum, and torch.nn.functional.rms_norm",
+        ),
+        Implementation(
+            op="add_rms_norm",
+            name="eager",
+            fn=eager,
+            requires=(needs_device("cpu"),),
+            priority=10,
+            summary="a sum, and plain torch with a backward of few passes",
         ),
         Implementation(
             op="add_rms_norm",

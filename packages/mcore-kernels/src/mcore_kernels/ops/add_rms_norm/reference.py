@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_kernels.protocols import accumulation_dtype
+from mcore_kernels.ops.rms_norm.reference import rms_norm
 
 
 def add_rms_norm(
@@ -14,10 +13,7 @@ def add_rms_norm(
     """See `mcore_kernels.protocols.AddRmsNormOp`; ValueError when the shapes differ."""
     check_same_shape(x, residual)
     total = x + residual
-    wide = accumulation_dtype(total.dtype)
-    factor = weight.to(wide)
-    factor = factor + 1.0 if zero_centered else factor
-    return F.rms_norm(total.to(wide), (x.shape[-1],), factor, eps).to(x.dtype), total
+    return rms_norm(total, weight, eps, zero_centered=zero_centered).to(x.dtype), total
 
 
 def check_same_shape(x: Tensor, residual: Tensor) -> None:
