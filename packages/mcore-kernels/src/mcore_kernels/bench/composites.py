@@ -91,6 +91,9 @@ def _fp8_linear(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterat
         if recipe.refusal(target) is None or target.device_type == "cpu":
             emulate = target.device_type == "cpu"
             yield f"fp8 {scaling}", work(Fp8Linear(recipe, target, emulate=emulate))
+            # As in training, where a weight is encoded once for all micro-batches of a step.
+            keeps = Fp8Linear(recipe, target, emulate=emulate, keeps_weight=True)
+            yield f"fp8 {scaling}, weight encoded before", work(keeps)
 
 
 def _experts(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[Named]:

@@ -44,6 +44,8 @@ def quantize(make: Make) -> Iterator[Case]:
     yield case("NaN in a tensor", -broken, _TENSOR)
     yield case("infinity in a tensor", make(3, 4) / 0.0, _TENSOR)
     yield case("tensor of many numbers", make(90, 100), _TENSOR, power_of_two=True)
+    yield case("tensor, several tiles", make(136, 150), _TENSOR)
+    yield case("pieces, several tiles", make(136, 150), _PIECE, E5M2)
     yield case("tensor, turned", make(9, 4).t(), _TENSOR)
     yield case("tensor, slice of rows", slice_of_rows(make(4, 9)), _TENSOR)
 

@@ -1,14 +1,17 @@
 """Quantisation with its transpose in Triton. Imported only when it is chosen.
 
-A program takes a tile of 128 × 128, from which it writes the numbers both ways. Scales of a whole
-tensor or of whole rows are found before, that of a tensor in one pass over its memory; those of
-pieces and tiles are found in it.
+A program takes a tile, from which it writes the numbers both ways. The largest value of a whole
+tensor is found before in one pass over its memory, whose programs leave a maximum each; those who
+quantise take the largest of these themselves, and begin where that pass ended, as much of it is
+still in the cache. Scales of whole rows are found before, those of pieces and tiles in the tile.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
-# ruff: noqa: PLR0124, PLR0917 -- NaN is what differs from itself; kernels take all by position
+# ruff: noqa: PLR0917 -- kernels take all by position
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -17,30 +20,10 @@ from torch import Tensor
 
 from mcore_kernels.custom_ops import interpreted, on_device
 from mcore_kernels.ops.quantize.reference import ReferenceQuantize
+from mcore_kernels.ops.quantize.tile_triton import quantize_tile, scale_from, size_bits
 from mcore_kernels.quant.formats import Format
-from mcore_kernels.quant.scaling import SMALLEST, Block, block_amax, scale_of
+from mcore_kernels.quant.scaling import Block, block_amax, scale_of
 from mcore_kernels.tuning import tuned
-
-_GIVEN, _PIECES, _TILE = 0, 1, 2
-_SMALLEST = tl.constexpr(SMALLEST)
-
-
-@triton.jit
-def _scale(amax, maximum, room, POWER: tl.constexpr):
-    scale = tl.div_rn(amax, maximum) * room
-    scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)
-    if POWER:
-        bits = scale.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), rounded, scale)
-    return tl.where(amax == 0.0, 1.0, scale)
-
-
-@triton.jit
-def _amax(x, axis: tl.constexpr):
-    # A maximum may pass over NaN, so NaN is looked for by itself.
-    size = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=axis)
-    return tl.where(tl.max((x != x).to(tl.int32), axis=axis) > 0, float("nan"), size)
 
 
 @triton.jit
@@ -50,95 +33,70 @@ def _largest_kernel(x_ptr, bits_ptr, size, BLOCK: tl.constexpr):
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-        # Without its sign a number is as large as its bits are, and NaN larger than all.
-        found = tl.maximum(found, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(bits_ptr, tl.max(found, axis=0))
-
-
-@triton.jit
-def _scale_kernel(bits_ptr, s_ptr, maximum, room, POWER: tl.constexpr):
-    amax = tl.load(bits_ptr).to(tl.float32, bitcast=True)
-    tl.store(s_ptr, _scale(amax, maximum, room, POWER))
-
-
-@triton.jit
-def _encode(x, maximum, DTYPE: tl.constexpr, DIGITS: tl.constexpr, LEAST: tl.constexpr):
-    x = tl.where(x > maximum, maximum, tl.where(x < -maximum, -maximum, x))
-    if DIGITS > 0:
-        # Triton's interpreter loses a carry where it rounds to 8 bits: what it gets is exact.
-        bits = x.to(tl.int32, bitcast=True)
-        half = (1 << (22 - DIGITS)) - 1
-        odd = (bits >> (23 - DIGITS)) & 1
-        normal = (bits + half + odd) & (-1 << (23 - DIGITS))
-        fixed = LEAST * 12582912.0  # 1.5 · 2^23 steps of the smallest number
-        small = (x + fixed) - fixed
-        near = tl.abs(x) < LEAST * (1 << DIGITS)
-        code = tl.where(near, small, normal.to(tl.float32, bitcast=True)).to(DTYPE)
-        # Nor does it keep NaN, which is 0x7F in both formats.
-        code = tl.where(x == x, code.to(tl.uint8, bitcast=True), 0x7F)
-        return code.to(tl.uint8).to(DTYPE, bitcast=True)
-    return x.to(DTYPE)
+        found = tl.maximum(found, size_bits(x))
+    tl.store(bits_ptr + tl.program_id(0), tl.max(found, axis=0))
 
 
 @triton.jit
 def _quantize_kernel(
     x_ptr,
     y_ptr,
-    yt_ptr,
+    turned_ptr,
     s_ptr,
     st_ptr,
+    bits_ptr,
+    num_bits,
     r,
     c,
+    r_turned,
     stride_r,
     stride_c,
+    step_turned,
     step_s,
     step_st,
     maximum,
     room,
     MODE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+    WORDS: tl.constexpr,
     POWER: tl.constexpr,
     DTYPE: tl.constexpr,
     DIGITS: tl.constexpr,
     LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    col = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < r)[:, None] & (col < c)[None, :]
-    at = x_ptr + row[:, None] * stride_r + col[None, :] * stride_c
-    raw = tl.load(at, mask=mask, other=0.0)
-    x = raw.to(tl.float32)
-    if MODE == 0:
-        down = tl.load(s_ptr + row * step_s, mask=row < r, other=1.0)
-        across = tl.load(st_ptr + col * step_st, mask=col < c, other=1.0)
-    elif MODE == 1:
-        down = _scale(_amax(x, 1), maximum, room, POWER)
-        across = _scale(_amax(x, 0), maximum, room, POWER)
-        if ROWS:
-            tl.store(s_ptr + row * tl.num_programs(1) + tl.program_id(1), down, mask=row < r)
-        if COLUMNS:
-            tl.store(st_ptr + col * tl.num_programs(0) + tl.program_id(0), across, mask=col < c)
+    tiles_c = tl.cdiv(c, BLOCK_C)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    of_r, of_c = tile // tiles_c, tile % tiles_c
+    row, col = of_r * BLOCK_R, of_c * BLOCK_C
+    scale = 1.0
+    if MODE == "one":
+        if MANY > 0:
+            of = tl.arange(0, MANY)
+            most = tl.max(tl.load(bits_ptr + of, mask=of < num_bits, other=0), 0)
+            scale = scale_from(most.to(tl.float32, bitcast=True), maximum, room, POWER)
+            if tile == 0:
+                tl.store(s_ptr, scale)
+        else:
+            scale = tl.load(s_ptr)
+    if MODE == "given":
+        s_at, st_at = s_ptr + row, st_ptr + col
+    elif MODE == "pieces":
+        s_at, st_at = s_ptr + row.to(tl.int64) * step_s + of_c, st_ptr + of_r
+        st_at += col.to(tl.int64) * step_st
     else:
-        one = _scale(_amax(tl.reshape(x, (BLOCK * BLOCK,)), 0), maximum, room, POWER)
-        down = tl.zeros((BLOCK,), dtype=tl.float32) + one
-        across = down
-        if ROWS:
-            tl.store(s_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), one)
-        if COLUMNS:
-            tl.store(st_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), one)
-    if ROWS:
-        y = _encode(x * tl.div_rn(1.0, down)[:, None], maximum, DTYPE, DIGITS, LEAST)
-        tl.store(y_ptr + row[:, None] * c + col[None, :], y, mask=mask)
-    if COLUMNS:
-        # Turned before it is rounded: single bytes go through shared memory slowly.
-        turned = tl.trans(raw).to(tl.float32)
-        y = _encode(turned * tl.div_rn(1.0, across)[:, None], maximum, DTYPE, DIGITS, LEAST)
-        tl.store(
-            yt_ptr + col[:, None] * r + row[None, :], y,
-            mask=(col < c)[:, None] & (row < r)[None, :],
-        )  # fmt: skip
+        s_at, st_at = s_ptr + of_r * step_s + of_c, st_ptr + of_c * step_st + of_r
+    turned_row = of_r * (BLOCK_R // 4) if WORDS else row
+    quantize_tile(
+        x_ptr + row.to(tl.int64) * stride_r + col.to(tl.int64) * stride_c, stride_r, stride_c,
+        y_ptr + row.to(tl.int64) * c + col, c,
+        turned_ptr + col.to(tl.int64) * step_turned + turned_row, step_turned,
+        s_at, step_s, st_at, step_st, scale, r - row, c - col, r_turned - turned_row, maximum, room,
+        MODE, ALONG, ACROSS, WORDS, POWER, DTYPE, DIGITS, LEAST, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
 class TritonQuantize(ReferenceQuantize):
@@ -159,8 +117,10 @@ class TritonQuantize(ReferenceQuantize):
             return super().__call__(
                 x, fmt, block, scale=scale, margin=margin, power_of_two=power_of_two
             )
-        y, s, _, _ = _quantize(x, fmt, block, scale, margin, power_of_two, columns=False)
-        return y, s
+        if x.stride(0) == 1 and x.stride(1) != 1:
+            # It lies across: what is read along its memory is turned, as of the whole it is.
+            return _quantize(x.t(), fmt, block, scale, margin, power_of_two, along=False)[2:]
+        return _quantize(x, fmt, block, scale, margin, power_of_two, across=False)[:2]
 
     def both(
         self,
@@ -177,7 +137,7 @@ class TritonQuantize(ReferenceQuantize):
             return super().both(
                 x, fmt, block, scale=scale, margin=margin, power_of_two=power_of_two
             )
-        return _quantize(x, fmt, block, scale, margin, power_of_two, columns=True)
+        return _quantize(x, fmt, block, scale, margin, power_of_two)
 
 
 def _served(x: Tensor, block: Block, scale: Tensor | None) -> bool:
@@ -186,17 +146,31 @@ def _served(x: Tensor, block: Block, scale: Tensor | None) -> bool:
     return block in ((0, 0), (1, 0), (1, 128), (128, 128))
 
 
-def _tensor_scale(x: Tensor, fmt: Format, margin: int, power_of_two: bool) -> Tensor:
-    """`scale_of` the largest value of x, which fills its memory, in two launches."""
-    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-    scale = torch.empty(1, 1, dtype=torch.float32, device=x.device)
-    size, block = x.numel(), 8192
+def largest_bits(x: Tensor) -> Tensor:
+    """int32: the largest of these is the bits of the largest absolute value of x, float32.
+
+    x fills its memory.
+    """
+    size = x.numel()
+    block, most, warps = tuned("quantize_amax", x.device, "block", "programs", "warps")
+    bits = torch.empty(min(triton.cdiv(size, block), most), dtype=torch.int32, device=x.device)
     with on_device(x):
-        _largest_kernel[(min(triton.cdiv(size, block), 1024),)](
-            x, bits, size, BLOCK=block, num_warps=8
-        )
-        _scale_kernel[(1,)](bits, scale, fmt.maximum, 2.0**margin, POWER=power_of_two, num_warps=1)
-    return scale
+        _largest_kernel[(bits.numel(),)](x, bits, size, BLOCK=block, num_warps=warps)
+    return bits
+
+
+def number_options(x: Tensor, fmt: Format) -> dict[str, Any]:
+    """What kernels have to know of a format: its type, and how the interpreter rounds to it."""
+    digits, dtype = (3, tl.float8e4nv) if fmt.name == "e4m3" else (2, tl.float8e5)
+    least = torch.finfo(fmt.dtype).smallest_normal * 2.0**-digits
+    return {"DTYPE": dtype, "DIGITS": digits if interpreted(x) else 0, "LEAST": least}
+
+
+def words_of(turned: Tensor) -> tuple[Tensor, bool]:
+    """Numbers [..., R] as words of four where R allows it, else as bytes; and whether it does."""
+    codes = turned.view(torch.uint8)
+    whole = turned.shape[-1] % 4 == 0
+    return (codes.view(torch.int32), True) if whole else (codes, False)
 
 
 def _quantize(
@@ -207,36 +181,51 @@ def _quantize(
     margin: int,
     power_of_two: bool,
     *,
-    columns: bool,
+    along: bool = True,
+    across: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers along and across, each with its scales; of one that is not wanted nothing is in."""
     x = x.detach()
     r, c = x.shape
-    y = torch.empty(r, c, dtype=fmt.dtype, device=x.device)
-    yt = torch.empty(c, r, dtype=fmt.dtype, device=x.device) if columns else y
-    tiles = triton.cdiv(r, 128), triton.cdiv(c, 128)
-    mode = _GIVEN if block[1] == 0 else _PIECES if block[0] == 1 else _TILE
-    if mode == _GIVEN:
+    y = torch.empty(r, c, dtype=fmt.dtype, device=x.device) if along else x.new_empty(0)
+    yt = torch.empty(c, r, dtype=fmt.dtype, device=x.device) if across else x.new_empty(0)
+    turned, whole = words_of(yt) if across else (yt.view(torch.uint8), False)
+    bits, tile = None, (128, 128)
+    rows, columns, warps = tuned("quantize", x.device, "rows", "columns", "warps")
+    if block[1] == 0:
+        mode, tile = "one" if block == (0, 0) else "given", (rows, columns)
 
         def found(matrix: Tensor) -> Tensor:
-            if block == (0, 0) and (matrix.is_contiguous() or matrix.t().is_contiguous()):
-                return _tensor_scale(matrix, fmt, margin, power_of_two)
             amax = block_amax(matrix, block)
             return scale_of(amax, fmt, margin=margin, power_of_two=power_of_two)
 
-        s = found(x) if scale is None else scale
-        st = found(x.t()) if columns and block[0] else s
+        s = st = scale
+        if mode == "given":
+            s, st = found(x) if along else None, found(x.t()) if across else None
+        elif scale is None and (x.is_contiguous() or x.t().is_contiguous()):
+            bits, s = largest_bits(x), torch.empty(1, 1, dtype=torch.float32, device=x.device)
+        elif scale is None:
+            s = found(x)
+        s = st if s is None else s
+        st = s if st is None else st
     else:
-        s = x.new_empty(r if mode == _PIECES else tiles[0], tiles[1], dtype=torch.float32)
-        st = x.new_empty(c if mode == _PIECES else tiles[1], tiles[0], dtype=torch.float32)
-    inexact = interpreted(x)
-    digits, dtype = (3, tl.float8e4nv) if fmt.name == "e4m3" else (2, tl.float8e5)
+        mode = "pieces" if block[0] == 1 else "tile"
+        (warps,) = tuned("quantize_blocks", x.device, "warps")
+        over_r, over_c = triton.cdiv(r, 128), triton.cdiv(c, 128)
+        s = x.new_empty(r if mode == "pieces" else over_r, over_c, dtype=torch.float32)
+        st = x.new_empty(c if mode == "pieces" else over_c, over_r, dtype=torch.float32)
+    assert s is not None
+    assert st is not None
+    given = mode == "given"
     with on_device(x):
-        _quantize_kernel[tiles](
-            x, y, yt, s, st, r, c, x.stride(0), x.stride(1), s.stride(0) if s.numel() > 1 else 0,
-            st.stride(0) if st.numel() > 1 else 0, fmt.maximum, 2.0**margin, MODE=mode, ROWS=True,
-            COLUMNS=columns, POWER=power_of_two, DTYPE=dtype, DIGITS=digits if inexact else 0,
-            LEAST=torch.finfo(fmt.dtype).smallest_normal * 2.0**-digits, BLOCK=128,
-            num_warps=tuned("quantize", x.device, "warps")[0],
+        _quantize_kernel[(triton.cdiv(r, tile[0]) * triton.cdiv(c, tile[1]),)](
+            x, y.view(torch.uint8), turned, s, st, s if bits is None else bits,
+            0 if bits is None else bits.numel(), r, c, turned.shape[-1], x.stride(0), x.stride(1),
+            turned.stride(0) if across else 0, 1 if given else s.stride(0),
+            1 if given else st.stride(0), fmt.maximum, 2.0**margin,
+            MODE=mode, ALONG=along, ACROSS=across, WORDS=whole, POWER=power_of_two,
+            MANY=0 if bits is None else triton.next_power_of_2(bits.numel()),
+            BLOCK_R=tile[0], BLOCK_C=tile[1], **number_options(x, fmt), num_warps=warps,
         )  # fmt: skip
     return y, s, yt, st
 
