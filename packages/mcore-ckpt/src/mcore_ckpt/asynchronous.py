@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
+from mcore_ckpt.addresses import Place
 from mcore_ckpt.agreement import together
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
@@ -47,7 +48,7 @@ class PendingSave:
         self.stalled = 0.0
         self.cancel = threading.Event()
         self._ended = threading.Event()
-        self._path: Path | None = None
+        self._path: Place | None = None
         self._error: Exception | None = None
 
     @property
@@ -55,8 +56,8 @@ class PendingSave:
         """Whether it is over on this rank, well or not."""
         return self._ended.is_set()
 
-    def wait(self) -> Path:
-        """Return the checkpoint's path once it is durable.
+    def wait(self) -> Place:
+        """Return the checkpoint's path or address once it is durable.
 
         Raises:
             ValueError, FileNotFoundError, CheckpointError: on every rank, as `save`.
@@ -68,7 +69,7 @@ class PendingSave:
         assert self._path is not None
         return self._path
 
-    def _run(self, job: Callable[[], Path]) -> None:
+    def _run(self, job: Callable[[], Place]) -> None:
         try:
             self._path = job()
         except Exception as error:  # raised in the thread that asks for the result
@@ -157,7 +158,7 @@ class AsyncSaver:
         """
         attached = dict(files or {})
 
-        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Path:
+        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Place:
             return save(
                 directory,
                 step=step,
@@ -195,7 +196,7 @@ class AsyncSaver:
         is that of `directory`. Abandoning waits for it.
         """
 
-        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Path:
+        def write(pending: PendingSave, snapshot: Snapshot, state: Any) -> Place:
             save_local(
                 directory,
                 step=step,
@@ -215,7 +216,7 @@ class AsyncSaver:
         directory: str | os.PathLike[str],
         tensors: Mapping[str, LayoutTensor],
         state: Mapping[str, Any] | None,
-        write: Callable[[PendingSave, Snapshot, Any], Path],
+        write: Callable[[PendingSave, Snapshot, Any], Place],
     ) -> PendingSave:
         began = time.monotonic()
         self._join()
@@ -233,7 +234,7 @@ class AsyncSaver:
             if failure is not None:
                 raise failure
 
-        def job() -> Path:
+        def job() -> Place:
             torch.set_grad_enabled(False)  # a setting of the thread
             together(self._own, what, copied)
             return write(pending, snapshot, copied_state)
@@ -292,7 +293,7 @@ class AsyncSaver:
         completed, self._completed = self._completed, []
         return completed
 
-    def _start(self, pending: PendingSave, job: Callable[[], Path]) -> None:
+    def _start(self, pending: PendingSave, job: Callable[[], Place]) -> None:
         # A daemon: when a peer is stuck, this process can end all the same.
         thread = threading.Thread(
             target=pending._run, args=(job,), name=f"mcore-ckpt-step-{pending.step}", daemon=True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from mcore_ckpt.addresses import Place, absolute
 from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.convert import check_target
 from mcore_ckpt.dtypes import stored_type
@@ -23,7 +23,7 @@ def average(
     *,
     weights: Sequence[float] | None = None,
     advance: Advance | None = None,
-) -> Path:
+) -> Place:
     """Write the mean of the weights (`model/…`) of checkpoints, and return the new one's path.
 
     Each source is a checkpoint, or the directory of several: then the newest. Means are taken in
@@ -49,7 +49,7 @@ def average(
     names = [name for name in last if name.startswith(MODEL)]
     for other in opened[:-1]:
         _check_same(other, last, names)
-    check_target("native", Path(directory))
+    check_target("native", absolute(directory))
     state = last.state
     state["average"] = {"of": [str(c.path) for c in opened], "weights": shares}
     metas = {

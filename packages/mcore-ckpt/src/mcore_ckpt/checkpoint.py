@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt.commit import read_manifest, resolve, resolve_in
+from mcore_ckpt.addresses import Place
+from mcore_ckpt.commit import read_manifest, resolve
 from mcore_ckpt.dtypes import stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.errors import CheckpointError
@@ -34,10 +34,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         storage: Readable | None = None,
     ) -> None:
         """Open `path`, as `mcore_ckpt.open` does."""
-        self._storage: Readable
-        self._storage, self._name = (
-            resolve(path) if storage is None else resolve_in(storage, os.fspath(path))
-        )
+        located = resolve(path, storage)
+        self._storage, self._name, self._place = located.storage, located.name, located.place
         self._manifest = read_manifest(self._storage, self._name)
         if engine is None:
             from mcore_ckpt.default_engine import DefaultEngine
@@ -46,9 +44,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._engine = engine
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's own directory."""
-        return Path(self._storage.location(self._name))
+    def path(self) -> Place:
+        """The checkpoint's own directory, a path or an address."""
+        return self._place
 
     @property
     def manifest(self) -> Manifest:
@@ -138,8 +136,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def open_checkpoint(path: str | os.PathLike[str], *, storage: Readable | None = None) -> Checkpoint:
     """Return the tensors of a checkpoint as a mapping, read lazily.
 
-    `path` is a checkpoint, or the directory of several: then the newest committed one. With
-    `storage`, which takes the place of the file system, it is a name in that, "" for the newest.
+    `path` is a checkpoint, or the directory of several: then the newest committed one. It is a
+    path, or an address as for `save`. With `storage`, which takes the place of what is there, it is
+    a name in that, "" for the newest.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
@@ -150,5 +149,5 @@ def open_checkpoint(path: str | os.PathLike[str], *, storage: Readable | None = 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a checkpoint holds besides tensors and files; `path` as for `open`."""
-    storage, name = resolve(path)
-    return dict(read_manifest(storage, name).state)
+    located = resolve(path)
+    return dict(read_manifest(located.storage, located.name).state)

@@ -17,13 +17,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
+from mcore_ckpt.addresses import Place, absolute, place, storage_at
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import FORMAT, Manifest, sha256
 from mcore_ckpt.names import MANIFEST, MARKER, UNCOMMITTED
 from mcore_ckpt.object_storage import ObjectStorage
-from mcore_ckpt.storage import LocalStorage, Readable, Storage
+from mcore_ckpt.storage import Readable, Storage
 
 _NAME = re.compile(r"step_(\d{8,})(?:\.([1-9]\d*))?")
 _REMOVED = ".removed"
@@ -112,14 +112,13 @@ def scan(storage: Readable) -> list[StepDirectory]:
 
 
 def _status(storage: Readable, name: str) -> Status:
-    entries = storage.entries(name)
-    if MARKER in entries:
-        try:
-            marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
-        except FileNotFoundError:  # being removed by a save that runs right now
-            return Status.UNCOMMITTED
+    try:  # first: in object storage a list costs more than an object
+        marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
+    except FileNotFoundError:
+        entries = storage.entries(name)
+    else:
         return Status.COMMITTED if marker else Status.DAMAGED
-    if UNCOMMITTED in entries or not entries:
+    if MARKER in entries or UNCOMMITTED in entries or not entries:  # MARKER: put this moment
         return Status.UNCOMMITTED
     return Status.FOREIGN
 
@@ -143,76 +142,94 @@ def newest(storage: Readable, without: Sequence[str] = ()) -> StepDirectory | No
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """A committed checkpoint: the storage it is in, its name there, and where that is for others.
+
+    is_itself: whether that is what was looked for, and not the newest one below it.
+    """
+
+    storage: Readable
+    name: str
+    place: Place
+    is_itself: bool = False
+
+
 def list_checkpoints(
     directory: str | os.PathLike[str], *, storage: Readable | None = None
-) -> list[Path]:
+) -> list[Place]:
     """Return the committed checkpoints of a directory, oldest first, one for each step.
 
-    storage: in place of the file system below `directory`.
+    directory: a path, or an address as for `save`. storage: in place of what is below it.
     """
-    found = scan(storage or LocalStorage(directory))
+    found = scan(storage or storage_at(directory))
     committed = [d for d in found if d.status is Status.COMMITTED]
-    by_step = {d.step: Path(directory) / d.name for d in committed}
+    by_step: dict[int, Place] = {d.step: place(directory) / d.name for d in committed}
     return list(by_step.values())
 
 
-def latest(directory: str | os.PathLike[str], *, storage: Readable | None = None) -> Path | None:
+def latest(directory: str | os.PathLike[str], *, storage: Readable | None = None) -> Place | None:
     """Return the newest committed checkpoint of a directory, None when there is none.
 
     What a crash left half-written is never returned. A checkpoint whose marker was damaged later
-    is passed over with a RuntimeWarning. storage: in place of the file system below `directory`.
+    is passed over with a RuntimeWarning. directory: a path, or an address as for `save`. storage:
+    in place of what is below it.
     """
-    found = newest(storage or LocalStorage(directory))
-    return Path(directory) / found.name if found else None
+    found = newest(storage or storage_at(directory))
+    return place(directory) / found.name if found else None
 
 
 def find_below(
-    path: str | os.PathLike[str], without: Sequence[str] = ()
-) -> tuple[LocalStorage, str] | None:
-    """Return the storage and the name of the checkpoint at `path`, or of the newest one below it.
+    path: str | os.PathLike[str], without: Sequence[str] = (), given: Readable | None = None
+) -> Located | None:
+    """Return the checkpoint at `path`, or the newest one below it.
 
     None when nothing is committed there, but for those called `without`, or `path` does not exist.
+
+    given: a storage in place of what is at `path`, which is then the name of a checkpoint in it, or
+        "" for the newest.
 
     Raises:
         FileNotFoundError: `path` itself is a checkpoint that was never committed.
     """
-    path = Path(path).absolute()
-    if (path / MARKER).is_file():
-        return LocalStorage(path.parent), path.name
-    if (path / UNCOMMITTED).is_file():
-        raise FileNotFoundError(f"{path} was never committed: its save did not finish")
-    storage = LocalStorage(path)
+    if given is not None:
+        return _find_in(given, os.fspath(path), without)
+    at = absolute(path)
+    storage: Readable = storage_at(at)
+    entries = storage.entries("")
+    if MARKER in entries:
+        return Located(storage=storage_at(at.parent), name=at.name, place=at, is_itself=True)
+    if UNCOMMITTED in entries:
+        raise FileNotFoundError(f"{at} was never committed: its save did not finish")
     found = newest(storage, without)
-    return (storage, found.name) if found else None
+    return Located(storage=storage, name=found.name, place=at / found.name) if found else None
 
 
-def resolve(path: str | os.PathLike[str]) -> tuple[LocalStorage, str]:
+def _find_in(storage: Readable, path: str, without: Sequence[str]) -> Located | None:
+    name = "" if path == "." else path
+    if not name:
+        found = newest(storage, without)
+        if found is None:
+            return None
+        name = found.name
+    elif MARKER not in storage.entries(name):
+        return None
+    return Located(
+        storage=storage, name=name, place=place(storage.location(name)), is_itself=bool(path)
+    )
+
+
+def resolve(path: str | os.PathLike[str], given: Readable | None = None) -> Located:
     """As `find_below`, where there has to be one.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
     """
-    found = find_below(path)
+    found = find_below(path, given=given)
     if found is None:
-        where = Path(path).absolute()
+        where = absolute(path) if given is None else given.location(os.fspath(path))
         raise FileNotFoundError(f"no committed checkpoint at {where} or directly below it")
     return found
-
-
-def resolve_in(storage: Readable, path: str) -> tuple[Readable, str]:
-    """As `resolve`, in a storage: `path` is the name of a checkpoint in it, or "" for the newest.
-
-    Raises:
-        FileNotFoundError: there is no committed checkpoint.
-    """
-    path = "" if path == "." else path
-    entries = storage.entries(path) if path else {}
-    found = None if path else newest(storage)
-    name = path if MARKER in entries else found.name if found else None
-    if name is None:
-        where = storage.location(path)
-        raise FileNotFoundError(f"no committed checkpoint at {where} or directly below it")
-    return storage, name
 
 
 def read_manifest_bytes(storage: Readable, name: str) -> bytes:

@@ -6,11 +6,11 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import Place
 from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.progress import Advance
 from mcore_ckpt.selection import Selection
@@ -39,8 +39,8 @@ class Comparison:
     both. tensors: those that both have in one shape and that differ in a value or in dtype.
     """
 
-    first: Path
-    second: Path
+    first: Place
+    second: Place
     num_compared: int
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import Address, Place, absolute, local_path, place, storage_at
 from mcore_ckpt.commit import Status, scan
 from mcore_ckpt.hf.architecture import Architecture, architecture_for, find_architecture
 from mcore_ckpt.hf.config import check_shapes, config_file, converted
@@ -22,7 +23,6 @@ from mcore_ckpt.hf.writer import DEFAULT_SHARD_BYTES, check_empty
 from mcore_ckpt.opening import CONFIGS, STATE, TOKENIZER, Weights, detect, open_weights
 from mcore_ckpt.sinks import CheckpointSink
 from mcore_ckpt.sources import Joined, MappedSource, TensorSink, TensorSource, metas
-from mcore_ckpt.storage import LocalStorage
 from mcore_parallel.mapping import TensorMeta
 
 KINDS = ("hf", "native", "dcp", "megatron", "auto")
@@ -37,7 +37,7 @@ WEIGHTS = "model"
 class Converted:
     """What a conversion has written. `notes` are sentences about what was left out."""
 
-    path: Path
+    path: Place
     num_tensors: int
     num_bytes: int
     notes: tuple[str, ...] = ()
@@ -54,7 +54,8 @@ def convert(
     """Write the weights of `source` as `target`; each is a kind and a path.
 
     Kinds: `hf`, a Hugging Face folder; `native`, a checkpoint of ours (to read: or the directory of
-    several, then the newest; to write: that directory); `dcp`, a folder of
+    several, then the newest; to write: that directory), which alone may be an address, as for
+    `save`; `dcp`, a folder of
     `torch.distributed.checkpoint`; to read alone: `megatron`, any of Megatron-LM's formats, and
     `auto`, whichever of these it is. One tensor is in memory at a time. Tokenizer files and configs
     are carried along. So is optimizer state from `dcp` and `megatron` to `native`, and from
@@ -73,28 +74,38 @@ def convert(
     for kind, kinds in ((source[0], KINDS), (target[0], WRITTEN)):
         if kind not in kinds:
             raise ValueError(f"kind {kind!r} is none of {', '.join(kinds)}")
-    path, place = Path(target[1]).absolute(), Path(source[1])
-    check_target(target[0], path)
-    kind = detect(place) if source[0] == "auto" else source[0]
+    there, at = absolute(target[1]), place(source[1])
+    check_target(target[0], there)
+    kind = detect(at) if source[0] == "auto" else source[0]
     moments = target[0] == "dcp" or (target[0] == "native" and kind in ("dcp", "megatron"))
-    weights = open_weights(kind, place, known, moments=moments)
+    weights = open_weights(kind, at, known, moments=moments)
     if target[0] == "native":
-        return _to_native(weights, path, dtype)
+        return _to_native(weights, there, dtype)
+    path = local_path(there)
     if target[0] == "dcp":
         return _to_dcp(weights, path, dtype, max_shard_bytes)
     return _to_hf(weights, path, dtype, max_shard_bytes, known)
 
 
-def check_target(kind: str, path: Path) -> None:
-    """Raise ValueError when something is at `path`, but for what an interrupted save has left."""
-    if kind == "native" and path.is_dir():
-        left = {d.name for d in scan(LocalStorage(path)) if d.status is Status.UNCOMMITTED}
-        if all(entry.name in left for entry in path.iterdir()):
-            return
+def check_target(kind: str, path: Place) -> None:
+    """Raise ValueError when something is at `path`, but for what an interrupted save has left.
+
+    And when it is an address, of another kind than `native`.
+    """
+    if kind != "native":
+        check_empty(local_path(path))
+        return
+    storage = storage_at(path)
+    left = {d.name for d in scan(storage) if d.status is Status.UNCOMMITTED}
+    entries = storage.entries("")
+    if entries.keys() <= left and (entries or isinstance(path, Address)):
+        return
+    if isinstance(path, Address):
+        raise ValueError(f"{path} is not empty: give an address with nothing below it")
     check_empty(path)
 
 
-def _to_native(weights: Weights, path: Path, dtype: torch.dtype | None) -> Converted:
+def _to_native(weights: Weights, path: Place, dtype: torch.dtype | None) -> Converted:
     source = Joined({f"{kind}/{name}": at for kind, name, at in _tensors(weights)})
     announced = _announced(source, dtype, f"{WEIGHTS}/")
     sink = CheckpointSink(
@@ -193,6 +204,6 @@ def _copy(source: TensorSource, sink: TensorSink, announced: Mapping[str, Tensor
         sink.write(name, source.read(name).to(meta.dtype))
 
 
-def _summary(path: Path, announced: Mapping[str, TensorMeta]) -> Converted:
+def _summary(path: Place, announced: Mapping[str, TensorMeta]) -> Converted:
     size = sum(size_of(meta) for meta in announced.values())
     return Converted(path=path, num_tensors=len(announced), num_bytes=size)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_ckpt.addresses import Place, place, storage_at
 from mcore_ckpt.agreement import together
-from mcore_ckpt.commit import find_below, newest, read_manifest_bytes, resolve, resolve_in
+from mcore_ckpt.commit import find_below, read_manifest_bytes, resolve
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest
-from mcore_ckpt.names import MANIFEST, MARKER
+from mcore_ckpt.names import MANIFEST
 from mcore_ckpt.scanning import Scan, check_scan, scan_part
-from mcore_ckpt.storage import LocalStorage, Readable
+from mcore_ckpt.storage import Readable
 from mcore_parallel.collectives import broadcast_object
 from mcore_parallel.group import Group
 
@@ -28,9 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A committed checkpoint: its absolute path, its step, and what it holds besides tensors."""
+    """A committed checkpoint: its step, and what it holds besides tensors.
 
-    path: Path
+    path: absolute, or the address where one was given.
+    """
+
+    path: Place
     step: int
     state: dict[str, Any]
 
@@ -87,60 +91,38 @@ def find(
 
 
 def _look(
-    directory_or_checkpoint: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     passed_over: list[str],
     scan: Scan,
     given: Readable | None,
 ) -> tuple[Found, bool, bytes] | None:
     """Return the checkpoint at the path or the newest below it, which of both, and its manifest."""
-    path = Path(directory_or_checkpoint)
-    if given is not None:
-        return _look_in(given, os.fspath(directory_or_checkpoint), passed_over, scan)
-    if path.is_file():
-        raise ValueError(f"{path} is a file; a checkpoint is a directory (nearest: {path.parent})")
+    if given is None:
+        _check_no_file(path)
     while True:
-        found = find_below(path, passed_over)
-        if found is None:
+        located = find_below(path, passed_over, given)
+        if located is None:
             if passed_over:
                 raise CheckpointError("every checkpoint there is damaged")
             return None
-        storage, name = found
         try:
-            data = read_manifest_bytes(storage, name)
+            data = read_manifest_bytes(located.storage, located.name)
             break
         except CheckpointError as error:
-            if scan == "none" or storage.root != path.absolute():
+            if scan == "none" or located.is_itself:
                 raise
-            passed_over.append(name)
+            passed_over.append(located.name)
             warnings.warn(f"passing over {error}", RuntimeWarning, stacklevel=2)
-    where = Path(storage.location(name))
-    manifest = Manifest.decode(data, f"{where}/{MANIFEST}")
+    manifest = Manifest.decode(data, f"{located.place}/{MANIFEST}")
+    where = located.place if given is None else Path(located.name)
     answer = Found(path=where, step=manifest.step, state=dict(manifest.state))
-    return answer, where == path.absolute(), b"" if scan == "none" else data
+    return answer, located.is_itself, b"" if scan == "none" else data
 
 
-def _look_in(
-    storage: Readable, path: str, passed_over: list[str], scan: Scan
-) -> tuple[Found, bool, bytes] | None:
-    """As `_look`, in a storage."""
-    while True:
-        below = None if path else newest(storage, passed_over)
-        name = path or (below.name if below else "")
-        if not name or MARKER not in storage.entries(name):
-            if passed_over:
-                raise CheckpointError("every checkpoint there is damaged")
-            return None
-        try:
-            data = read_manifest_bytes(storage, name)
-            break
-        except CheckpointError as error:
-            if scan == "none" or path:
-                raise
-            passed_over.append(name)
-            warnings.warn(f"passing over {error}", RuntimeWarning, stacklevel=2)
-    manifest = Manifest.decode(data, storage.location(f"{name}/{MANIFEST}"))
-    answer = Found(path=Path(name), step=manifest.step, state=dict(manifest.state))
-    return answer, bool(path), b"" if scan == "none" else data
+def _check_no_file(path: str | os.PathLike[str]) -> None:
+    at = place(path)
+    if isinstance(at, Path) and at.is_file():
+        raise ValueError(f"{at} is a file; a checkpoint is a directory (nearest: {at.parent})")
 
 
 def _first_problem(
@@ -149,10 +131,10 @@ def _first_problem(
     """Return what is wrong with a checkpoint, the same on every rank; None when nothing is."""
     if scan == "none":
         return None
-    storage = LocalStorage(found.path.parent) if given is None else given
     name = found.path.name
 
     def mine() -> str | None:
+        storage = storage_at(found.path.parent) if given is None else given
         manifest = Manifest.decode(data, f"{found.path}/{MANIFEST}")
         problems = scan_part(storage, name, manifest, scan, rank=group.rank, size=group.size)
         return str(problems[0]) if problems else None
@@ -165,13 +147,14 @@ def open_for_all(
 ) -> tuple[str, str, Manifest]:
     """Choose the checkpoint and read its manifest on rank 0, for all ranks.
 
-    Returns the location of the directory it is in, its name, and the manifest; errors as `load`.
-    given: a storage in place of the file system.
+    Returns the path or address of the directory it is in, its name, and the manifest; errors as
+    `load`. given: a storage in place of what is at the path.
     """
 
     def look() -> tuple[str, str, bytes]:
-        storage, name = resolve(path) if given is None else resolve_in(given, os.fspath(path))
-        return storage.location(""), name, read_manifest_bytes(storage, name)
+        located = resolve(path, given)
+        data = read_manifest_bytes(located.storage, located.name)
+        return str(located.place.parent), located.name, data
 
     parent, name, data = on_first_rank(group, what, look)
     return parent, name, Manifest.decode(data, f"{parent}/{name}/{MANIFEST}")

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from mcore_ckpt.engine import Engine
-from mcore_ckpt.object_storage import ObjectStorage
+from mcore_ckpt.object_storage import ObjectStorage, telling
 
 try:
     import fsspec  # type: ignore[import-untyped]
@@ -19,8 +19,8 @@ except ImportError as error:
 class FsspecStorage(ObjectStorage):
     """Objects below an address that fsspec opens: `FsspecStorage("s3://bucket/runs/demo")`.
 
-    options: of the file system, such as credentials or an endpoint. Chunks go through zarr-python
-    (`ZarrEngine`).
+    options: of the file system, such as credentials or an endpoint; what is not given comes from
+    fsspec's own configuration. Chunks go through zarr-python (`ZarrEngine`).
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -39,23 +39,32 @@ class FsspecStorage(ObjectStorage):
 
     def get(self, path: str) -> bytes:
         """Return an object's contents."""
-        data: bytes = self._fs.cat_file(self._at(path))
+        with telling(self, path):
+            data: bytes = self._fs.cat_file(self._at(path))
         return data
 
     def get_part(self, path: str, start: int, stop: int | None = None) -> bytes:
         """Return some bytes of an object."""
-        data: bytes = self._fs.cat_file(self._at(path), start=start, end=stop)
+        with telling(self, path):
+            data: bytes = self._fs.cat_file(self._at(path), start=start, end=stop)
         return data
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object."""
-        self._fs.pipe_file(self._at(path), data)
+        """Write an object; in what has directories, make the one that it is in."""
+        at = self._at(path)
+        with telling(self, path):
+            try:
+                self._fs.pipe_file(at, data)
+            except FileNotFoundError:
+                self._fs.makedirs(at.rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(at, data)
 
     def entries(self, path: str) -> dict[str, bool]:
         """List what is below a prefix."""
         at = self._at(path)
         try:
-            found = self._fs.ls(at, detail=True)
+            with telling(self, path):
+                found = self._fs.ls(at, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         names = ((entry["name"].rstrip("/"), entry["type"]) for entry in found)
@@ -63,21 +72,27 @@ class FsspecStorage(ObjectStorage):
 
     def remove(self, path: str) -> None:
         """Delete an object."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), telling(self, path):
             self._fs.rm_file(self._at(path))
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory, on the file systems that fsspec opens, too."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), telling(self, path):
             self._fs.rmdir(self._at(path))
 
     def size(self, path: str) -> int | None:
         """Return the bytes of an object."""
         try:
-            size: int = self._fs.info(self._at(path))["size"]
+            with telling(self, path):
+                size: int = self._fs.info(self._at(path))["size"]
         except FileNotFoundError:
             return None
         return size
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
+
+
+def protocols() -> list[str]:
+    """Return the schemes of the addresses that can be given, installed libraries or not."""
+    return sorted(fsspec.available_protocols())

@@ -19,10 +19,10 @@ def summarise(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: there is no committed checkpoint.
         CheckpointError: its manifest is damaged.
     """
-    storage, name = resolve(path)
-    manifest = read_manifest(storage, name)
+    located = resolve(path)
+    manifest = read_manifest(located.storage, located.name)
     return {
-        "path": storage.location(name),
+        "path": str(located.place),
         "step": manifest.step,
         "version": manifest.version,
         "producer": dict(manifest.producer),

@@ -7,7 +7,9 @@ from typing import Any
 import tensorstore as ts
 
 from mcore_ckpt.engine import Engine
-from mcore_ckpt.object_storage import ObjectStorage
+from mcore_ckpt.object_storage import ObjectStorage, telling
+
+_RETRIES = {"max_retries": 6}  # about a minute; by default tensorstore tries for a quarter hour
 
 
 class KvStorage(ObjectStorage):
@@ -18,7 +20,8 @@ class KvStorage(ObjectStorage):
     """
 
     def __init__(self, url: str | dict[str, Any]) -> None:
-        store = ts.KvStore.open(url, context=ts.Context()).result()
+        retries = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
+        store = ts.KvStore.open(url, context=ts.Context(retries)).result()
         if store.path and not store.path.endswith("/"):
             store.path += "/"
         self._store = store
@@ -46,22 +49,25 @@ class KvStorage(ObjectStorage):
     def get_part(self, path: str, start: int, stop: int | None = None) -> bytes:
         """Return some bytes of an object."""
         part: dict[str, Any] = {"byte_range": slice(start, stop)} if start or stop else {}
-        found = self._store.read(path, **part).result()
+        with telling(self, path):
+            found = self._store.read(path, **part).result()
         if found.state != "value":
             raise FileNotFoundError(2, "No such object", self.location(path))
         return bytes(found.value)
 
     def put(self, path: str, data: bytes) -> None:
         """Write an object."""
-        self._store.write(path, data).result()
+        with telling(self, path):
+            self._store.write(path, data).result()
 
     def entries(self, path: str) -> dict[str, bool]:
         """List what is below a prefix."""
         prefix = f"{path}/" if path else ""
-        keys = self._store.list(
-            ts.KvStore.KeyRange(prefix, f"{path}0" if path else ""),  # '0' is what follows '/'
-            strip_prefix_length=len(prefix),
-        ).result()
+        with telling(self, path):
+            keys = self._store.list(
+                ts.KvStore.KeyRange(prefix, f"{path}0" if path else ""),  # '0' follows '/'
+                strip_prefix_length=len(prefix),
+            ).result()
         found: dict[str, bool] = {}
         for key in keys:
             name, slash, _ = key.decode().partition("/")
@@ -70,11 +76,29 @@ class KvStorage(ObjectStorage):
 
     def remove(self, path: str) -> None:
         """Delete an object."""
-        self._store.write(path, None).result()
+        with telling(self, path):
+            self._store.write(path, None).result()
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of an object."""
+        """Return the bytes of an object, which is read for it."""
         try:
             return len(self.get(path))
         except FileNotFoundError:
             return None
+
+    def has_size(self, path: str, num_bytes: int) -> bool:
+        """Return whether there is an object of so many bytes: of its last byte, and one more."""
+        if not num_bytes:
+            return self.size(path) == 0
+        return self._reaches(path, num_bytes) and not self._reaches(path, num_bytes + 1)
+
+    def _reaches(self, path: str, num_bytes: int) -> bool:
+        try:
+            self.get_part(path, num_bytes - 1, num_bytes)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if "OUT_OF_RANGE" not in str(error):
+                raise
+            return False
+        return True

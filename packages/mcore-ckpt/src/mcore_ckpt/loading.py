@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mcore_ckpt.addresses import storage_at
 from mcore_ckpt.agreement import together
 from mcore_ckpt.dtypes import converts, copy_into, stored_type
 from mcore_ckpt.engine import Engine
@@ -16,7 +17,7 @@ from mcore_ckpt.finding import find, open_for_all
 from mcore_ckpt.reading import Part, Reader, inside
 from mcore_ckpt.scanning import Scan
 from mcore_ckpt.selection import Selection, renamed
-from mcore_ckpt.storage import LocalStorage, Readable
+from mcore_ckpt.storage import Readable
 from mcore_ckpt.targets import (
     LoadReport,
     Strictness,
@@ -47,7 +48,8 @@ def load(
     Every rank of `group` (default: this process alone) calls it; only metadata crosses ranks, over
     the group's CPU twin. Each rank reads the chunks that hold some of what its layouts name.
 
-    path: a checkpoint, or the directory of several: then the newest committed one.
+    path: a checkpoint, or the directory of several: then the newest committed one. A path, or an
+        address as for `save`.
     tensors: this rank's local tensors by any local key. Values are converted to a tensor's dtype;
         between floating-point types only. Padding becomes zero.
     strict: what happens when the checkpoint lacks a tensor, has one that nobody wants, or has it in
@@ -95,16 +97,19 @@ def load(
     report = compare(manifest, wanted, selection)
     where = f"{parent}/{name}"
     enforce(report, where, strict)
-    reader = Reader(
-        storage=storage or LocalStorage(parent),
-        checkpoint=name,
-        manifest=manifest,
-        engine=engine,
-        verify=verify,
-        stored=stored,
-    )
-    loading = _Loading(reader=reader, selection=selection)
-    together(group, what, lambda: loading.run(tensors))
+
+    def fill() -> None:
+        reader = Reader(
+            storage=storage or storage_at(parent),
+            checkpoint=name,
+            manifest=manifest,
+            engine=engine,
+            verify=verify,
+            stored=stored,
+        )
+        _Loading(reader=reader, selection=selection).run(tensors)
+
+    together(group, what, fill)
     return report
 
 

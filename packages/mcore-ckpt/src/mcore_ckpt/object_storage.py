@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mcore_ckpt.engine import Engine
 
@@ -51,6 +52,10 @@ class ObjectStorage(ABC):
     def size(self, path: str) -> int | None:
         """Return the bytes of an object, None when there is none."""
 
+    def has_size(self, path: str, num_bytes: int) -> bool:
+        """Return whether there is an object of so many bytes, without reading it all."""
+        return self.size(path) == num_bytes
+
     def rename(self, old: str, new: str) -> None:
         """Put the object's contents under the new key, then delete the old one.
 
@@ -64,3 +69,18 @@ class ObjectStorage(ABC):
 
     def sync(self, paths: Iterable[str]) -> None:  # noqa: B027
         """Do nothing: what was put is durable."""
+
+
+@contextlib.contextmanager
+def telling(storage: ObjectStorage, path: str) -> Iterator[None]:
+    """Turn what a library raises, of whatever kind, into an OSError of one line with the address.
+
+    FileNotFoundError and its siblings stay what they are.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or repr(error)
+        raise OSError(f"{storage.location(path)}: {text}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import Address, Place, local_path
 from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.commit import find_below
 from mcore_ckpt.dcp.metadata import METADATA
@@ -64,22 +65,25 @@ class Weights:
 
 
 def open_weights(
-    kind: str, path: Path, known: Mapping[str, Architecture] | None, *, moments: bool
+    kind: str, path: Place, known: Mapping[str, Architecture] | None, *, moments: bool
 ) -> Weights:
     """Open what is at a path; errors as `convert`. moments: look at optimizer state, too."""
     if kind == "auto":
         kind = detect(path)
-    if kind == "hf":
-        return _open_hf(path, known)
     if kind == "native":
         return _open_native(path, moments)
+    path = local_path(path)
+    if kind == "hf":
+        return _open_hf(path, known)
     if kind == "dcp":
         return _open_dcp(path, known, moments)
     return _open_megatron(path, moments)
 
 
-def detect(path: Path) -> str:
+def detect(path: Place) -> str:
     """Return the kind of checkpoint that is at a path; FileNotFoundError when it is none known."""
+    if isinstance(path, Address):
+        return "native"
     if (path / METADATA).is_file() and not (path / "metadata.json").is_file():
         return "megatron" if "args" in _top(DcpFolder(path).objects) else "dcp"
     if (path / CONFIG).is_file():
@@ -112,7 +116,7 @@ def _open_hf(path: Path, known: Mapping[str, Architecture] | None) -> Weights:
     return Weights(source=source, model=folder.architecture.to_tree(folder.model), files=files)
 
 
-def _open_native(path: Path, moments: bool) -> Weights:
+def _open_native(path: Place, moments: bool) -> Weights:
     checkpoint = Checkpoint(path)
     try:
         model = checkpoint.state["config"]["model"]

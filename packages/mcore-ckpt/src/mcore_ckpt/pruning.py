@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
+from mcore_ckpt.addresses import Place, absolute, place, storage_at
 from mcore_ckpt.commit import (
     StepDirectory,
     newest,
@@ -18,7 +18,7 @@ from mcore_ckpt.commit import scan as directories
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.request import check_retention
 from mcore_ckpt.scanning import Scan, check_scan, scan_part
-from mcore_ckpt.storage import LocalStorage, Storage
+from mcore_ckpt.storage import Storage
 
 _TRIES = 5
 
@@ -27,8 +27,8 @@ _TRIES = 5
 class Pruned:
     """What `prune` removed (or would remove), oldest first, and the checkpoint that it went by."""
 
-    newest: Path
-    removed: tuple[Path, ...]
+    newest: Place
+    removed: tuple[Place, ...]
 
 
 def prune(
@@ -48,7 +48,8 @@ def prune(
     A run may save in the directory meanwhile; what it is writing is left alone.
 
     dry_run: remove nothing, only tell. scan: how the newest is looked at before anything is removed
-    (see `find`). storage: in place of the file system below `directory`.
+    (see `find`). directory: a path, or an address as for `save`. storage: in place of what is below
+    it.
 
     Raises:
         ValueError: neither `keep_last` nor `keep_every` is given, or one is less than 1.
@@ -61,7 +62,8 @@ def prune(
     check_scan(scan)
     if keep_last is None and keep_every is None:
         raise ValueError("keep_last and keep_every are both None: say what to keep")
-    storage = storage or LocalStorage(directory)
+    at = absolute(directory) if storage is None else place(storage.location(""))
+    storage = storage or storage_at(at)
     found = _newest_whole(storage, scan)
     names = replaced(storage, found.name, keep_last, keep_every)
     if not dry_run:
@@ -72,8 +74,8 @@ def prune(
                 continue
         sweep_removed(storage)
     return Pruned(
-        newest=Path(storage.location(found.name)),
-        removed=tuple(Path(storage.location(name)) for name in names),
+        newest=at / found.name,
+        removed=tuple(at / name for name in names),
     )
 
 

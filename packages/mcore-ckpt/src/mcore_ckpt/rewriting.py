@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from mcore_ckpt.addresses import Place, absolute
 from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.convert import check_target
 from mcore_ckpt.dtypes import stored_type
@@ -29,7 +29,7 @@ def rewrite(
     compression: str | None = None,
     file_bytes: int | None = None,
     advance: Advance | None = None,
-) -> Path:
+) -> Place:
     """Write a checkpoint again below `directory`, and return the new one's path.
 
     A checkpoint has no layout, so none of this is needed to load it under another one. One tensor
@@ -59,7 +59,7 @@ def rewrite(
         stored = stored_type(info.dtype).torch
         converts = dtype is not None and stored.is_floating_point
         metas[new] = TensorMeta(info.shape, dtype if converts and dtype else stored)
-    check_target("native", Path(directory))
+    check_target("native", absolute(directory))
     sink = CheckpointSink(
         directory,
         metas,

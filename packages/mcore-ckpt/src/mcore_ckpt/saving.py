@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_ckpt.addresses import Place, place, storage_at
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.alike import digest_of, split
@@ -32,7 +33,7 @@ from mcore_ckpt.names import DOCUMENT
 from mcore_ckpt.planning import Chunk, Round, WritePlan, describe
 from mcore_ckpt.plans import Plans
 from mcore_ckpt.request import check_same, make_request
-from mcore_ckpt.storage import LocalStorage, Storage
+from mcore_ckpt.storage import Storage
 from mcore_ckpt.writer import Writer
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Copy, LayoutTensor, transfer
@@ -59,7 +60,7 @@ def save(
     engine: Engine | None = None,
     cancel: threading.Event | None = None,
     plans: Plans | None = None,
-) -> Path:
+) -> Place:
     """Write a checkpoint of `step` below `directory` and return its path once it is committed.
 
     Every rank of `group` (default: this process alone) calls it and communicates over the group's
@@ -67,6 +68,8 @@ def save(
     then nothing is committed and the checkpoints that were there are as before. One save at a time
     may run in a directory.
 
+    directory: a path, or an address in object storage (`s3://bucket/runs/demo`, see
+        `mcore_ckpt.addresses.storage_at`), the same on every rank.
     tensors: this rank's local tensors by any local key; the layouts name the global tensors,
         `prefix/name`. Padding is not saved, and of replicas one is. Where fp32 master weights
         exist, give those for `model/…`.
@@ -86,8 +89,8 @@ def save(
     file_bytes: upper bound on the size of files that hold many chunks each (zarr's sharding), for
         storages that like few large ones; chunks stay what is read. Each has one writer, in whose
         memory it is put together. None: a file for each chunk.
-    storage, engine: in place of the file system below `directory`, and of plain files (of
-        tensorstore for what is compressed or holds many chunks).
+    storage, engine: in place of what is below `directory`, and of plain files (of tensorstore for
+        what is compressed or holds many chunks).
     cancel: when another thread of any rank sets it before the commit begins, the save ends on all
         ranks with CheckpointError.
     plans: where the plan is kept for the next save that is given the same object, on all ranks.
@@ -108,7 +111,10 @@ def save(
     state = {} if state is None else state
     description: dict[str, Any] = {}
 
+    opened: list[Storage] = []
+
     def ask() -> dict[str, Any]:
+        opened.append(storage or storage_at(directory))
         request = make_request(
             step=step,
             keep_last=keep_last,
@@ -146,7 +152,7 @@ def save(
     saving = _Saving(
         step=step,
         group=group,
-        storage=storage or LocalStorage(directory),
+        storage=opened[0],
         engine=engine,
         what=what,
         plan=plan,
@@ -155,7 +161,7 @@ def save(
     name = saving.run(tensors, check_json(state), files or {})
     if group.rank == 0 and (keep_last, keep_every) != (None, None):
         _retain(saving.storage, name, keep_last, keep_every)
-    return Path(directory) / name
+    return place(directory) / name
 
 
 def _retain(storage: Storage, name: str, keep_last: int | None, keep_every: int | None) -> None:

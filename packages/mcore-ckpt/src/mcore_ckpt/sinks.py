@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from mcore_ckpt.addresses import Place, absolute, storage_at
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint
 from mcore_ckpt.completing import complete
@@ -24,7 +24,6 @@ from mcore_ckpt.manifest import TensorInfo, check_json
 from mcore_ckpt.names import DOCUMENT, check_path, check_tensor_names
 from mcore_ckpt.planning import tensor_info
 from mcore_ckpt.sources import MODEL, check_announced
-from mcore_ckpt.storage import LocalStorage
 from mcore_ckpt.writer import Writer
 from mcore_parallel.mapping import TensorMeta
 
@@ -35,7 +34,7 @@ class CheckpointSink:
     The checkpoint is committed when the context ends; before, and after an error, it is none.
 
     Args:
-        directory: of checkpoints, as for `save`.
+        directory: of checkpoints, a path or an address, as for `save`.
         tensors: what will be written, by names without `prefix`.
         step, state, files: as for `save`.
         prefix: what stands before the names: "" for tensors of several kinds.
@@ -64,7 +63,8 @@ class CheckpointSink:
 
             engine = DefaultEngine()
         self._engine = engine
-        self._storage = LocalStorage(directory)
+        self._directory = absolute(directory)
+        self._storage = storage_at(directory)
         self._announced = dict(tensors)
         self._prefix = prefix
         codec = None if compression is None else Codec.parse(compression)
@@ -81,9 +81,9 @@ class CheckpointSink:
         self._checksums: dict[str, tuple[int, ...]] = {}
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's own directory."""
-        return Path(self._storage.location(self._name))
+    def path(self) -> Place:
+        """The checkpoint's own directory, a path or an address."""
+        return self._directory / self._name
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write a tensor.

@@ -106,7 +106,7 @@ class CheckpointWeights:
 
     def where(self, name: str) -> str:
         """Return the directory of the tensor's chunks."""
-        return str(self.checkpoint.path / (self._prefix + name))
+        return str(self.checkpoint.path / f"{self._prefix}{name}")
 
 
 class Joined:

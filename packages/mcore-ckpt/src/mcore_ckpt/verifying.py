@@ -6,17 +6,17 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
+from mcore_ckpt.addresses import Place, absolute, place, storage_at
 from mcore_ckpt.checksum import crc32
-from mcore_ckpt.commit import Status, newest, read_manifest, resolve, resolve_in, scan
+from mcore_ckpt.commit import Located, Status, read_manifest, resolve, scan
 from mcore_ckpt.default_engine import DefaultEngine
 from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
 from mcore_ckpt.names import FILES, MARKER
 from mcore_ckpt.progress import Advance
-from mcore_ckpt.storage import LocalStorage, Readable
+from mcore_ckpt.storage import Readable
 from mcore_parallel.layout import Box
 
 _THREADS = 8
@@ -40,7 +40,7 @@ class Problem:
 class Verification:
     """What was looked at, and the problems found (none: the checkpoint is whole)."""
 
-    path: Path
+    path: Place
     num_tensors: int
     num_chunks: int
     num_bytes: int
@@ -57,12 +57,12 @@ def verify(
 
     `path` is a checkpoint, or the directory of several: then the newest that has a commit marker,
     even a damaged one. advance: told of the bytes that have been compared, from several threads.
-    storage: in place of the file system; `path` is then within it, and "" its root.
+    storage: in place of what is at `path`, which is then within it, and "" its root.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
     """
-    return verify_at(*_locate(path, storage), advance=advance)
+    return _verify(_locate(path, storage), advance)
 
 
 def num_bytes_of(path: str | os.PathLike[str]) -> int:
@@ -71,8 +71,9 @@ def num_bytes_of(path: str | os.PathLike[str]) -> int:
     Raises:
         FileNotFoundError: there is no checkpoint.
     """
+    located = _locate(path)
     try:
-        tensors = read_manifest(*_locate(path)).tensors.values()
+        tensors = read_manifest(located.storage, located.name).tensors.values()
     except CheckpointError:
         return 0
     return sum(info.grid.num_chunks * info.chunk_bytes for info in tensors)
@@ -80,7 +81,12 @@ def num_bytes_of(path: str | os.PathLike[str]) -> int:
 
 def verify_at(storage: Readable, name: str, *, advance: Advance | None = None) -> Verification:
     """As `verify`, for the checkpoint called `name` in a storage."""
-    where = Path(storage.location(name))
+    at = place(storage.location(name))
+    return _verify(Located(storage=storage, name=name, place=at), advance)
+
+
+def _verify(located: Located, advance: Advance | None) -> Verification:
+    storage, name, where = located.storage, located.name, located.place
     try:
         manifest = read_manifest(storage, name)
     except CheckpointError as error:
@@ -106,17 +112,16 @@ def verify_at(storage: Readable, name: str, *, advance: Advance | None = None) -
     )
 
 
-def _locate(path: str | os.PathLike[str], storage: Readable | None = None) -> tuple[Readable, str]:
-    if storage is not None:
-        marked = [d for d in scan(storage) if d.status is Status.DAMAGED]
-        if not os.fspath(path) and marked and newest(storage) is None:
-            return storage, marked[-1].name
-        return resolve_in(storage, os.fspath(path))
-    root = Path(path).absolute()
-    marked = [d for d in scan(LocalStorage(root)) if d.status in (Status.COMMITTED, Status.DAMAGED)]
-    if marked and not (root / MARKER).is_file():
-        return LocalStorage(root), marked[-1].name
-    return resolve(path)
+def _locate(path: str | os.PathLike[str], given: Readable | None = None) -> Located:
+    at = absolute(path) if given is None else place(given.location(os.fspath(path)))
+    storage = storage_at(at) if given is None else given
+    named = given is not None and os.fspath(path) not in ("", ".")
+    if named or MARKER in storage.entries(""):
+        return resolve(path, given)
+    marked = [d for d in scan(storage) if d.status in (Status.COMMITTED, Status.DAMAGED)]
+    if not marked:
+        return resolve(path, given)
+    return Located(storage=storage, name=marked[-1].name, place=at / marked[-1].name)
 
 
 def _check_documents(storage: Readable, name: str, manifest: Manifest) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_ckpt.addresses import local_path
 from mcore_ckpt.dcp.metadata import METADATA
 from mcore_ckpt.hf.writer import (
     DEFAULT_SHARD_BYTES,
@@ -59,7 +60,7 @@ class DcpSink:
     ) -> None:
         if max_file_bytes < 1:
             raise ValueError(f"files of at most {max_file_bytes} bytes: the least is 1")
-        self._folder = Path(folder).absolute()
+        self._folder = local_path(folder).absolute()
         check_empty(self._folder)
         self._limit = max_file_bytes
         self._paths = {".".join(path): path for path in [*tensors, *(objects or {})]}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import local_path
 from mcore_ckpt.agreement import together
 from mcore_ckpt.exporting import Exporter, Held
 from mcore_ckpt.hf.architecture import Architecture
@@ -64,7 +65,7 @@ def save_hf(
             at `folder` then.
     """
     group = (group or Group.single()).cpu
-    folder = Path(folder).absolute()
+    folder = local_path(folder).absolute()
     what = f"writing {folder} failed, nothing is there"
     held = Held.over(tensors, group, prefix, what)
     check_shapes(held.metas, architecture.shapes(model))

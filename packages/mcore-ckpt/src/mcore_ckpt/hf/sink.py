@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from mcore_ckpt.addresses import local_path
 from mcore_ckpt.hf.source import INDEX
 from mcore_ckpt.hf.writer import (
     DEFAULT_SHARD_BYTES,
@@ -46,7 +46,7 @@ class SafetensorsSink:
         files: Mapping[str, bytes] | None = None,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
-        self._folder = Path(folder).absolute()
+        self._folder = local_path(folder).absolute()
         self._files = dict(files or {})
         self._shards = plan_shards(tensors, max_shard_bytes)
         index = index_of(self._shards)

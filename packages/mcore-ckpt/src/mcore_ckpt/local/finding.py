@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.addresses import local_path
 from mcore_ckpt.agreement import together
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.local.share import Share, ShareName, read_share
@@ -43,7 +44,7 @@ def find_local(directory: str | os.PathLike[str], group: Group | None = None) ->
     Raises:
         CheckpointError: on every rank: a directory cannot be read.
     """
-    folder = Path(directory).absolute()
+    folder = local_path(directory).absolute()
     group = (group or Group.single()).cpu
     what = f"finding a local checkpoint in {folder} failed"
     held: dict[ShareName, Share] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import local_path
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
@@ -56,7 +57,7 @@ def save_local(
         CheckpointError: on every rank: writing failed on some rank; says where, why, and what can
             be done.
     """
-    folder = Path(directory).absolute()
+    folder = local_path(directory).absolute()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {folder} failed, nothing was saved there"
     state = dict(state or {})
