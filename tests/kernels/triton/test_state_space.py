@@ -65,28 +65,57 @@ def test_states_travel_from_chunk_to_chunk(target: Target) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_corrections_travel_from_chunk_to_chunk(target: Target) -> None:
-    """The delta rule over chunks of 16, beside other documents, from states and with key heads."""
+def delta(*lengths: int, spare: int = 0, value: int = 3) -> Any:
     generator = torch.Generator().manual_seed(0)
+    rows = sum(lengths) + spare
 
     def made(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = (18, 0, 1, 20)
-    rows = sum(lengths) + 2
-    arguments = {
+    return {
         "q": made(rows, 1, 5),
         "k": torch.nn.functional.normalize(made(rows, 1, 5), dim=-1),
-        "v": made(rows, 2, 3),
+        "v": made(rows, 2, value),
         "g": -made(rows, 2).abs(),
         "beta": made(rows, 2).sigmoid(),
-        "initial_states": made(len(lengths), 2, 5, 3),
+        "initial_states": made(len(lengths), 2, 5, value),
         "cu_seqlens": ends(*lengths),
         "max_seqlen": max(lengths),
         "chunk_size": 16,
     }
+
+
+def test_corrections_travel_from_chunk_to_chunk(target: Target) -> None:
+    """The delta rule over chunks of 16, beside other documents, from states and with key heads.
+
+    Values are wider than what a kernel takes of them at a time.
+    """
+    arguments = delta(18, 0, 1, 20, spare=2, value=35)
     for one, other in zip(*both("gated_delta_rule", target, arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_a_document_of_the_delta_rule_is_the_same_alone(target: Target) -> None:
+    """Bit for bit, results and gradients (U41)."""
+    op = resolve("gated_delta_rule", target=target, require="triton")
+    packed, alone = delta(5, 20), delta(5, 20)
+    rows = ("q", "k", "v", "g", "beta")
+    for name in rows:
+        alone[name] = alone[name][5:]
+    alone |= {"initial_states": alone["initial_states"][1:], "cu_seqlens": ends(20)}
+    found = []
+    for given in (packed, alone):
+        moved = {
+            name: value.to(target.device_type) if isinstance(value, Tensor) else value
+            for name, value in given.items()
+        }
+        leaves = [moved[name].requires_grad_() for name in rows]
+        y, states = op(**moved)
+        loss = y.square().sum() + states.square().sum()
+        grads = torch.autograd.grad(loss, leaves)
+        found.append([states[-1], *(one[-20:] for one in (y, *grads))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_document_does_not_depend_on_what_it_is_packed_with(target: Target) -> None:
@@ -146,3 +175,19 @@ def test_the_scan_is_an_operator_of_torch(target: Target) -> None:
     )  # fmt: skip
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.mcore_kernels.ssd_scan.default, arguments, test_utils=checks)
+
+
+def test_the_delta_rule_is_an_operator_of_torch(target: Target) -> None:
+    """Schema, fake results and the registration of gradients hold (torch's own checker)."""
+    given = {
+        name: value.to(target.device_type) if isinstance(value, Tensor) else value
+        for name, value in delta(3, 2).items()
+    }
+    resolve("gated_delta_rule", target=target, require="triton")(**given)
+    arguments = (
+        given["q"].requires_grad_(), given["k"], given["v"].requires_grad_(), given["g"],
+        given["beta"], None, given["cu_seqlens"], 0.5, [16, 3],
+    )  # fmt: skip
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    operator = torch.ops.mcore_kernels.gated_delta_rule.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)

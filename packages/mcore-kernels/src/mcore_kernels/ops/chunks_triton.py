@@ -57,6 +57,61 @@ def chunk_rows(chunk, ends_ptr, chunks_ptr, t, count, halvings, LENGTH: tl.const
 
 
 @triton.jit
+def keep_sums(total_ptr, size, at, total, mask, PAIR: tl.constexpr):
+    """Store sums of logarithms in float32; PAIR: and what that does not hold, `size` further on.
+
+    Differences of sums cancel: they are summed in float64.
+    """
+    short = total.to(tl.float32)
+    tl.store(total_ptr + at, short, mask=mask)
+    if PAIR:
+        tl.store(total_ptr + size + at, (total - short.to(tl.float64)).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def sums(total_ptr, size, at, live, PAIR: tl.constexpr):
+    """Sums at `at`, and what float32 does not hold of them.
+
+    Rows behind a chunk's last are read as that one, so that no later sum is above an earlier one.
+    """
+    total = tl.load(total_ptr + at, mask=live, other=0.0)
+    rest = total
+    if PAIR:
+        rest = tl.load(total_ptr + size + at, mask=live, other=0.0)
+    return total, rest
+
+
+@triton.jit
+def between(total, rest, since, since_rest, PAIR: tl.constexpr):
+    """exp(sum - earlier sum)."""
+    exponent = total - since
+    if PAIR:
+        exponent += rest - since_rest
+    return tl.exp(exponent)
+
+
+@triton.jit
+def tile(ptr, i, stride, at_i, j, at_j):
+    """Numbers at rows i and columns j, [i, j]; zeros outside."""
+    at = ptr + i[:, None] * stride + j[None, :]
+    return tl.load(at, mask=at_i[:, None] & at_j[None, :], other=0.0)
+
+
+@triton.jit
+def tile_across(ptr, i, stride, at_i, j, at_j):
+    """The same as [j, i]."""
+    at = ptr + i[None, :] * stride + j[:, None]
+    return tl.load(at, mask=at_i[None, :] & at_j[:, None], other=0.0)
+
+
+@triton.jit
+def keep_tile(ptr, i, stride, at_i, j, at_j, x):
+    """Store x [i, j] in the dtype that lies there."""
+    at = ptr + i[:, None] * stride + j[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=at_i[:, None] & at_j[None, :])
+
+
+@triton.jit
 def product(a, b, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """total + a b, of matrices that have one dtype."""
     if WIDEN:

@@ -30,7 +30,7 @@ OPERATOR = Operator(
             limits=limits,
             second="chunked",
             priority=20,
-            summary="chunks side by side, states carried between them; chunked's backward",
+            summary="chunks side by side, states carried between them; keeps only arguments",
         ),
     ),
 )

@@ -1,11 +1,14 @@
 """The gated delta rule in Triton. Imported only when it is chosen, because it imports triton.
 
 Forward: the triangular systems of all chunks side by side, states from chunk to chunk (a program
-for each document, head and columns of its state), then all outputs side by side. The backward is
-plain torch's: only arguments are kept, and the chunks are computed again there. Numbers of 16 bits
-are multiplied as such and summed in float32.
+for each document, head and columns of its state), then all outputs side by side. Only arguments are
+kept: the backward solves the systems and makes the states again, carries their gradients the other
+way, and then takes all chunks side by side once more. Chunks of the two are as long as suits each.
+Numbers of 16 bits are multiplied as such and summed in float32. Nothing is added in an order that
+could change.
 
-Shapes: T tokens, N documents, K key heads of size D, h heads with values of size Dv.
+Shapes: T tokens, N documents, K key heads of size D, h heads with values of size Dv, r = h / K;
+C chunks of L rows.
 """
 
 # ruff: noqa: PLR0917 -- operators of torch take what they are given by position
@@ -21,7 +24,11 @@ from torch import Tensor
 from mcore_kernels.custom_ops import OpLibrary, on_device
 from mcore_kernels.ops.chunks_triton import Chunks, chunk_length, lying, matrix_options, padded
 from mcore_kernels.ops.gated_delta_rule.base import check
-from mcore_kernels.ops.gated_delta_rule.chunked import gated_delta_rule as chunked
+from mcore_kernels.ops.gated_delta_rule.triton_gradients import (
+    carry_back_kernel,
+    gradients_kernel,
+    own_gradients_kernel,
+)
 from mcore_kernels.ops.gated_delta_rule.triton_kernels import (
     carry_kernel,
     outputs_kernel,
@@ -29,6 +36,83 @@ from mcore_kernels.ops.gated_delta_rule.triton_kernels import (
     totals_kernel,
 )
 from mcore_kernels.tuning import tuned
+
+
+class _Launch:
+    """What the kernels of one direction share: chunks, sizes, and the sums of logarithms."""
+
+    def __init__(
+        self, kernel: str, q: Tensor, v: Tensor, g: Tensor, ends: Tensor, limits: tuple[int, int]
+    ) -> None:
+        self.exact = q.dtype == torch.float32
+        self.device = q.device
+        rows, self.heads, self.v = v.shape
+        self.keys, self.d = q.shape[1:]
+        self.share = self.heads // self.keys
+        self.documents = ends.shape[0] - 1
+        (length,) = self._tuned(kernel, "length")
+        length = min(length, max(16, 128 * length // padded(self.d)))  # wide heads: short chunks
+        self.chunks = Chunks.of(ends, rows, chunk_length(length, *limits))
+        self.matrix = {"PAIR": self.exact, **matrix_options(q)}
+        self.total = g.new_empty(1 + self.exact, self.heads, rows, dtype=torch.float32)
+        block = min(32, triton.next_power_of_2(self.heads))
+        totals_kernel[(self.chunks.most, triton.cdiv(self.heads, block))](
+            g.contiguous(), self.total, *self.chunks.arguments(), self.heads,
+            LENGTH=self.chunks.length, HEADS=block, PAIR=self.exact,
+        )  # fmt: skip
+
+    def _tuned(self, kernel: str, *names: str) -> tuple[int, ...]:
+        return tuned(f"{kernel}_float32" if self.exact else kernel, self.device, *names)
+
+    def constants(self, kernel: str, columns: int | None = None) -> dict[str, Any]:
+        """Constants of a kernel that takes `columns` of values at a time, or what suits it."""
+        if columns is None:
+            (columns,) = self._tuned(kernel, "columns")
+        warps, stages = self._tuned(kernel, "warps", "stages")
+        return {
+            "LENGTH": self.chunks.length,
+            "D": padded(self.d),
+            "V": min(columns, padded(self.v)),
+            **self.matrix,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Integers that all kernels but the first take."""
+        return self.heads, self.share, self.d, self.v
+
+    def solve(self, k: Tensor, v: Tensor, beta: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
+        """U [T, h, Dv] and W [T, h, D], and with `keep` the inverses [C, h, L, L], in v's dtype."""
+        square = (self.chunks.most, self.heads, self.chunks.length, self.chunks.length)
+        system = self.total.new_empty(square)
+        inverse = v.new_empty(square) if keep else system
+        own, seen = v.new_empty(v.shape), v.new_empty(*v.shape[:2], self.d)
+        solve_kernel[square[:2]](
+            k, v, beta, self.total, system, inverse, own, seen, *self.chunks.arguments(),
+            *self.sizes(), *k.stride()[:2], *v.stride()[:2], KEEP=keep,
+            **self.constants("gated_delta_rule_solve", padded(self.v)),
+        )  # fmt: skip
+        return own, seen, inverse
+
+    def carry(
+        self, k: Tensor, own: Tensor, seen: Tensor, initial: Tensor | None, final: Tensor
+    ) -> Tensor:
+        """The states before each chunk [C, h, D, Dv], in k's dtype; U becomes u, `final` is set."""
+        before = k.new_empty(self.chunks.most, *final.shape[1:])
+        if self.documents:
+            constants = self.constants("gated_delta_rule_carry")
+            grid = (self.documents * self.heads, triton.cdiv(self.v, constants["V"]))
+            carry_kernel[grid](
+                k, self.total, own, seen, final if initial is None else initial.contiguous(),
+                before, final, self.chunks.ends, self.chunks.first, self.chunks.rows,
+                *self.sizes(), *k.stride()[:2], INITIAL=initial is not None, **constants,
+            )  # fmt: skip
+        return before
+
+    def grid(self, constants: dict[str, Any]) -> tuple[int, int, int]:
+        """Of kernels that take chunks, and V columns of each, side by side."""
+        return self.chunks.most, self.heads, triton.cdiv(self.v, constants["V"])
 
 
 def _forward(
@@ -40,47 +124,20 @@ def _forward(
     initial: Tensor | None,
     ends: Tensor,
     scale: float,
-    longest: int,
-    chunk_size: int,
+    limits: list[int],
 ) -> tuple[Tensor, Tensor]:
-    y, states = _forward_fake(q, k, v, g, beta, initial, ends, scale, longest, chunk_size)
+    y, states = _forward_fake(q, k, v, g, beta, initial, ends, scale, limits)
     if not v.numel() or not q.shape[2]:
         return y.zero_(), states.zero_() if initial is None else states.copy_(initial)
     q, k, v = lying(q), lying(k), lying(v)
-    rows, heads, v_size = v.shape
-    d_size, share, documents = q.shape[2], heads // q.shape[1], ends.shape[0] - 1
-    pair, matrix = q.dtype == torch.float32, matrix_options(q)
-    kernel = "gated_delta_rule_float32" if pair else "gated_delta_rule"
-    most, columns, warps, stages = tuned(kernel, q.device, "length", "columns", "warps", "stages")
-    options = {"PAIR": pair, **matrix, "num_warps": warps, "num_stages": stages}
-    d, e, block = padded(d_size), padded(v_size), min(32, triton.next_power_of_2(heads))
-    columns = min(columns, e)
-    tiles = triton.cdiv(v_size, columns)
     with on_device(q):
-        chunks = Chunks.of(ends, rows, chunk_length(most, chunk_size, longest))
-        total = g.new_empty(1 + pair, heads, rows, dtype=torch.float32)
-        totals_kernel[(chunks.most, triton.cdiv(heads, block))](
-            g.contiguous(), total, *chunks.arguments(), heads, LENGTH=chunks.length, HEADS=block,
-            PAIR=pair,
-        )  # fmt: skip
-        system = total.new_empty(chunks.most, heads, chunks.length, chunks.length)
-        own, seen = v.new_empty(rows, heads, v_size), v.new_empty(rows, heads, d_size)
-        solve_kernel[(chunks.most, heads)](
-            k, v, beta.contiguous(), total, system, own, seen, *chunks.arguments(), heads, share,
-            d_size, v_size, *k.stride()[:2], *v.stride()[:2], LENGTH=chunks.length, D=d, V=e,
-            **options,
-        )  # fmt: skip
-        before = v.new_empty(chunks.most, heads, d_size, v_size)
-        if documents:
-            carry_kernel[(documents * heads, tiles)](
-                k, total, own, seen, states if initial is None else initial.contiguous(), before,
-                states, chunks.ends, chunks.first, rows, heads, share, d_size, v_size,
-                *k.stride()[:2], INITIAL=initial is not None, LENGTH=chunks.length, D=d,
-                V=columns, **options,
-            )  # fmt: skip
-        outputs_kernel[(chunks.most, heads, tiles)](
-            q, k, total, own, before, y, *chunks.arguments(), heads, share, d_size, v_size, scale,
-            *q.stride()[:2], *k.stride()[:2], LENGTH=chunks.length, D=d, V=columns, **options,
+        of = _Launch("gated_delta_rule", q, v, g, ends, (limits[0], limits[1]))
+        own, seen, _ = of.solve(k, v, beta.contiguous(), keep=False)
+        before = of.carry(k, own, seen, initial, states)
+        constants = of.constants("gated_delta_rule")
+        outputs_kernel[of.grid(constants)](
+            q, k, of.total, own, before, y, *of.chunks.arguments(), *of.sizes(), scale,
+            *q.stride()[:2], *k.stride()[:2], **constants,
         )  # fmt: skip
     return y, states
 
@@ -94,8 +151,7 @@ def _forward_fake(
     initial: Tensor | None,
     ends: Tensor,
     scale: float,
-    longest: int,
-    chunk_size: int,
+    limits: list[int],
 ) -> tuple[Tensor, Tensor]:
     states = (ends.shape[0] - 1, v.shape[1], q.shape[2], v.shape[2])
     return v.new_empty(v.shape), v.new_empty(states, dtype=torch.float32)
@@ -112,28 +168,43 @@ def _backward(
     initial: Tensor | None,
     ends: Tensor,
     scale: float,
-    longest: int,
-    chunk_size: int,
+    limits: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta and the initial states."""
-    given = (q, k, v, g, beta, *([] if initial is None else [initial]))
-    with torch.enable_grad():
-        leaves = [one.detach().requires_grad_() for one in given]
-        results = chunked(
-            *leaves[:5], cu_seqlens=ends, max_seqlen=longest, scale=scale,
-            initial_states=None if initial is None else leaves[5], chunk_size=chunk_size,
+    if not v.numel() or not q.shape[2]:
+        found = _backward_fake(dy, dstates, q, k, v, g, beta, initial, ends, scale, limits)
+        return *(one.zero_() for one in found[:5]), found[5].copy_(dstates)  # type: ignore[return-value]
+    dy, q, k, v, beta = lying(dy), lying(q), lying(k), lying(v), beta.contiguous()
+    dv, dg, dbeta = (one.new_empty(one.shape) for one in (v, g, beta))
+    with on_device(q):
+        of = _Launch("gated_delta_rule_backward", q, v, g, ends, (limits[0], limits[1]))
+        written, seen, inverse = of.solve(k, v, beta, keep=True)
+        dinitial = torch.empty_like(dstates, memory_format=torch.contiguous_format)
+        before = of.carry(k, written, seen, initial, dinitial)  # its last states are of no use
+        behind, dwritten = torch.empty_like(before), torch.empty_like(written)
+        strides = (*dy.stride()[:2], *q.stride()[:2], *k.stride()[:2])
+        constants = of.constants("gated_delta_rule")
+        own_gradients_kernel[of.grid(constants)](
+            dy, q, k, of.total, dwritten, *of.chunks.arguments(), *of.sizes(), scale, *strides,
+            **constants,
         )  # fmt: skip
-        reached = [
-            (one, grad)
-            for one, grad in zip(results, (dy, dstates), strict=True)
-            if one.requires_grad
-        ]
-        found = torch.autograd.grad(
-            [one for one, _ in reached], leaves, [grad for _, grad in reached],
-            materialize_grads=True,
+        if of.documents:
+            constants = of.constants("gated_delta_rule_carry")
+            carry_back_kernel[of.documents * of.heads, of.grid(constants)[2]](
+                dy, q, k, of.total, dwritten, seen, dstates.contiguous(), behind, dinitial,
+                of.chunks.ends, of.chunks.first, of.chunks.rows, *of.sizes(), scale, *strides,
+                **constants,
+            )  # fmt: skip
+        # Key heads that are read by several: of each by itself, then the sums.
+        kind = q.dtype if of.share == 1 else torch.float32
+        parts = [q.new_empty(of.share, *q.shape, dtype=kind) for _ in range(2)]
+        gradients_kernel[of.grid(constants)[:2]](
+            dy, q, k, v, beta, of.total, inverse, written, dwritten, before, behind, *parts, dv,
+            dg, dbeta, *of.chunks.arguments(), *of.sizes(), scale, *strides, *v.stride()[:2],
+            **of.constants("gated_delta_rule_backward"),
         )  # fmt: skip
-    grads = [one.clone() for one in found]
-    return *grads, *([] if initial is not None else [torch.empty_like(dstates)])  # type: ignore[return-value]
+    dq, dk = (one[0] if of.share == 1 else one.sum(0).to(q.dtype) for one in parts)
+    return dq, dk, dv, dg, dbeta, dinitial if initial is None else dinitial.to(initial.dtype)
 
 
 def _backward_fake(
@@ -145,7 +216,7 @@ def _backward_fake(
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor ends, "
-    "float scale, int longest, int chunk_size"
+    "float scale, int[] limits"
 )
 _LIBRARY = OpLibrary()
 _rule = _LIBRARY.define(
@@ -167,7 +238,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, dy: Tensor, dstates: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     found = list(_rule_backward(dy, dstates, *saved, *ctx.rest))
-    return *found[:5], None if saved[5] is None else found[5], None, None, None, None
+    return *found[:5], None if saved[5] is None else found[5], None, None, None
 
 
 _LIBRARY.differentiate("gated_delta_rule", _gradients, keep=_keep)
@@ -190,7 +261,9 @@ def gated_delta_rule(
     """See `mcore_kernels.protocols.GatedDeltaRuleOp`; ValueError for shapes that do not fit.
 
     Of 16-bit inputs, states and what their chunks write are rounded to 16 bits where they are
-    multiplied; they are carried in float32. The backward is `chunked`'s, which takes its memory.
+    multiplied; they are carried in float32. Memory beside results: a state of 16 bits for each
+    chunk, in the backward its gradient too (of float32 inputs, in float32). Chunks have
+    `chunk_size` tokens at most, and fewer where the kernel is faster with them.
     """
     check(
         q, k, v, g, beta, cu_seqlens=cu_seqlens, uniform=uniform, initial_states=initial_states,
@@ -199,6 +272,6 @@ def gated_delta_rule(
     longest = max_seqlen if uniform is None else uniform[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     found: tuple[Tensor, Tensor] = _rule(
-        q, k, v, g, beta, initial_states, cu_seqlens.contiguous(), scale, longest, chunk_size
+        q, k, v, g, beta, initial_states, cu_seqlens.contiguous(), scale, [chunk_size, longest]
     )
     return found

@@ -20,7 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mcore_kernels.ops.chunks_triton import chunk_rows, product
+from mcore_kernels.ops.chunks_triton import (
+    between,
+    chunk_rows,
+    keep_sums,
+    keep_tile,
+    product,
+    sums,
+    tile,
+    tile_across,
+)
 
 
 @triton.jit
@@ -37,37 +46,16 @@ def totals_kernel(
     HEADS: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """Sums of g [T, h] as [h, T], in float64; PAIR keeps what float32 does not hold of them."""
+    """Sums of g [T, h] as [h, T]."""
     _, first, stop = chunk_rows(tl.program_id(0), ends_ptr, chunks_ptr, t, count, halvings, LENGTH)
     row = first + tl.arange(0, LENGTH)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    mask = (row < stop)[:, None] & (head < heads)[None, :]
-    g = tl.load(g_ptr + row[:, None] * heads + head[None, :], mask=mask, other=0.0)
-    total = tl.cumsum(g.to(tl.float64), axis=0)
+    total = tl.cumsum(
+        tile(g_ptr, row, heads, row < stop, head, head < heads).to(tl.float64), axis=0
+    )
     at = head.to(tl.int64)[None, :] * t + row[:, None]
-    short = total.to(tl.float32)
-    tl.store(total_ptr + at, short, mask=mask)
-    if PAIR:
-        rest = (total - short.to(tl.float64)).to(tl.float32)
-        tl.store(total_ptr + tl.cast(heads, tl.int64) * t + at, rest, mask=mask)
-
-
-@triton.jit
-def _sums(total_ptr, size, at, live, PAIR: tl.constexpr):
-    # Rows behind a chunk's last are read as that one: no later sum is above an earlier one.
-    total = tl.load(total_ptr + at, mask=live, other=0.0)
-    rest = total
-    if PAIR:
-        rest = tl.load(total_ptr + size + at, mask=live, other=0.0)
-    return total, rest
-
-
-@triton.jit
-def _between(total, rest, since, since_rest, PAIR: tl.constexpr):
-    exponent = total - since
-    if PAIR:
-        exponent += rest - since_rest
-    return tl.exp(exponent)
+    mask = (row < stop)[:, None] & (head < heads)[None, :]
+    keep_sums(total_ptr, tl.cast(heads, tl.int64) * t, at, total, mask, PAIR)
 
 
 @triton.jit
@@ -77,6 +65,7 @@ def solve_kernel(
     beta_ptr,
     total_ptr,
     system_ptr,
+    inverse_ptr,
     own_ptr,
     seen_ptr,
     ends_ptr,
@@ -92,6 +81,7 @@ def solve_kernel(
     stride_kh,
     stride_vt,
     stride_vh,
+    KEEP: tl.constexpr,
     LENGTH: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
@@ -99,51 +89,43 @@ def solve_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """U [T, h, Dv] and W [T, h, D] of a chunk and head."""
+    """U [T, h, Dv] and W [T, h, D] of a chunk and head; KEEP: and the inverse [K, h, L, L]."""
     chunk = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     of_document, first, stop = chunk_rows(chunk, ends_ptr, chunks_ptr, t, count, halvings, LENGTH)
     i = tl.arange(0, LENGTH)
     row = first + i
     live = (row < stop) & of_document
-    at_row = tl.minimum(row, stop - 1)
+    size = tl.cast(heads, tl.int64) * t
     d, e = tl.arange(0, D), tl.arange(0, V)
-    at_k = k_ptr + row[:, None] * stride_kt + head // share * stride_kh + d[None, :]
-    k = tl.load(at_k, mask=live[:, None] & (d < d_size)[None, :], other=0.0)
-    total, rest = _sums(
-        total_ptr, tl.cast(heads, tl.int64) * t, head * t + at_row, of_document, PAIR
-    )
+    at_d, at_e = d < d_size, e < v_size
+    k = tile(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+    total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
     beta = tl.load(beta_ptr + row * heads + head, mask=live, other=0.0).to(tl.float32)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
-    decay = _between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
+    decay = between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
     system = product(k, tl.trans(k), square, PRECISION, WIDEN) * decay * beta[:, None]
     system = tl.where(i[:, None] > i[None, :], system, 0.0)
     # Rows of the inverse follow from those before them; a row is taken out of memory, because
     # it cannot be out of registers.
-    at = system_ptr + (chunk * heads + head) * LENGTH * LENGTH
-    tl.store(at + i[:, None] * LENGTH + i[None, :], system)
+    at = (chunk * heads + head) * LENGTH * LENGTH
+    tl.store(system_ptr + at + i[:, None] * LENGTH + i[None, :], system)
     tl.debug_barrier()
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for r in range(1, LENGTH):
-        of_row = tl.load(at + r * LENGTH + i)
+        of_row = tl.load(system_ptr + at + r * LENGTH + i)
         new = tl.sum(of_row[:, None] * inverse, axis=0)[None, :]
         inverse -= tl.where(i[:, None] == r, new, 0.0)
     inverse = inverse.to(k.dtype)
-    v = tl.load(
-        v_ptr + row[:, None] * stride_vt + head * stride_vh + e[None, :],
-        mask=live[:, None] & (e < v_size)[None, :],
-        other=0.0,
-    )
+    if KEEP:
+        tl.store(inverse_ptr + at + i[:, None] * LENGTH + i[None, :], inverse)
+    v = tile(v_ptr + head * stride_vh, row, stride_vt, live, e, at_e)
     right = (v.to(tl.float32) * beta[:, None]).to(k.dtype)
     own = product(inverse, right, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
-    to = (row[:, None] * heads + head) * v_size + e[None, :]
-    mask = (row < stop)[:, None] & (e < v_size)[None, :]
-    tl.store(own_ptr + to, own.to(own_ptr.dtype.element_ty), mask=mask)
+    keep_tile(own_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, own)
     right = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
     seen = product(inverse, right, tl.zeros((LENGTH, D), dtype=tl.float32), PRECISION, WIDEN)
-    to = (row[:, None] * heads + head) * d_size + d[None, :]
-    mask = (row < stop)[:, None] & (d < d_size)[None, :]
-    tl.store(seen_ptr + to, seen.to(seen_ptr.dtype.element_ty), mask=mask)
+    keep_tile(seen_ptr + head * d_size, row, heads * d_size, row < stop, d, at_d, seen)
 
 
 @triton.jit
@@ -178,12 +160,11 @@ def carry_kernel(
     d = tl.arange(0, D)
     e = tl.program_id(1) * V + tl.arange(0, V)
     at_d, at_e = d < d_size, e < v_size
-    at = d[:, None] * v_size + e[None, :]
-    inside = at_d[:, None] & at_e[None, :]
-    of_document = tl.program_id(0).to(tl.int64) * d_size * v_size
+    of_state = tl.cast(d_size, tl.int64) * v_size
+    at_document = tl.program_id(0) * of_state
     state = tl.zeros((D, V), dtype=tl.float32)
     if INITIAL:
-        state += tl.load(initial_ptr + of_document + at, mask=inside, other=0.0).to(tl.float32)
+        state += tile(initial_ptr + at_document, d, v_size, at_d, e, at_e).to(tl.float32)
     start = tl.load(ends_ptr + document).to(tl.int64)
     end = tl.load(ends_ptr + document + 1).to(tl.int64)
     chunk = tl.load(chunks_ptr + document)
@@ -193,31 +174,21 @@ def carry_kernel(
         stop = tl.minimum(first + LENGTH, end)
         row = first + tl.arange(0, LENGTH)
         live = row < stop
-        total, rest = _sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
-        last, last_rest = _sums(total_ptr, size, head * t + stop - 1, True, PAIR)
-        seen = tl.load(
-            seen_ptr + (row[:, None] * heads + head) * d_size + d[None, :],
-            mask=live[:, None] & at_d[None, :],
-            other=0.0,
-        )
-        k = tl.load(
-            k_ptr + row[None, :] * stride_kt + head // share * stride_kh + d[:, None],
-            mask=live[None, :] & at_d[:, None],
-            other=0.0,
-        )
-        at_own = own_ptr + (row[:, None] * heads + head) * v_size + e[None, :]
-        mask = live[:, None] & at_e[None, :]
-        own = tl.load(at_own, mask=mask, other=0.0).to(tl.float32)
+        total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
+        last, last_rest = sums(total_ptr, size, head * t + stop - 1, True, PAIR)
+        seen = tile(seen_ptr + head * d_size, row, heads * d_size, live, d, at_d)
+        k = tile_across(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+        own = tile(own_ptr + head * v_size, row, heads * v_size, live, e, at_e).to(tl.float32)
         narrow = state.to(k.dtype)
-        to = before_ptr + ((chunk + nth) * heads + head) * d_size * v_size
-        tl.store(to + at, narrow, mask=inside)
+        at_chunk = before_ptr + ((chunk + nth) * heads + head) * of_state
+        keep_tile(at_chunk, d, v_size, at_d, e, at_e, narrow)
         nothing = tl.zeros((LENGTH, V), dtype=tl.float32)
         written = own - product(seen, narrow, nothing, PRECISION, WIDEN)
-        tl.store(at_own, written.to(own_ptr.dtype.element_ty), mask=mask)
-        left = _between(last, last_rest, total, rest, PAIR)
+        keep_tile(own_ptr + head * v_size, row, heads * v_size, live, e, at_e, written)
+        left = between(last, last_rest, total, rest, PAIR)
         written = (written * left[:, None]).to(k.dtype)
         state = product(k, written, state * tl.exp(last), PRECISION, WIDEN)
-    tl.store(final_ptr + of_document + at, state, mask=inside)
+    keep_tile(final_ptr + at_document, d, v_size, at_d, e, at_e, state)
 
 
 @triton.jit
@@ -256,36 +227,20 @@ def outputs_kernel(
     i = tl.arange(0, LENGTH)
     row = first + i
     live = (row < stop) & of_document
-    at_row = tl.minimum(row, stop - 1)
+    size = tl.cast(heads, tl.int64) * t
     d = tl.arange(0, D)
     e = tl.program_id(2) * V + tl.arange(0, V)
     at_d, at_e = d < d_size, e < v_size
-    key_head = head // share
-    q = tl.load(
-        q_ptr + row[:, None] * stride_qt + key_head * stride_qh + d[None, :],
-        mask=live[:, None] & at_d[None, :],
-        other=0.0,
-    )
-    k = tl.load(
-        k_ptr + row[None, :] * stride_kt + key_head * stride_kh + d[:, None],
-        mask=live[None, :] & at_d[:, None],
-        other=0.0,
-    )
-    total, rest = _sums(
-        total_ptr, tl.cast(heads, tl.int64) * t, head * t + at_row, of_document, PAIR
-    )
+    q = tile(q_ptr + head // share * stride_qh, row, stride_qt, live, d, at_d)
+    k = tile_across(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+    total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
-    decay = _between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
+    decay = between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
     shares = product(q, k, square, PRECISION, WIDEN) * decay
     shares = tl.where(i[:, None] >= i[None, :], shares, 0.0).to(q.dtype)
-    before = tl.load(
-        before_ptr + (chunk * heads + head) * d_size * v_size + d[:, None] * v_size + e[None, :],
-        mask=at_d[:, None] & at_e[None, :] & of_document,
-        other=0.0,
-    )
-    to = (row[:, None] * heads + head) * v_size + e[None, :]
-    written = tl.load(written_ptr + to, mask=live[:, None] & at_e[None, :], other=0.0)
+    at_chunk = before_ptr + (chunk * heads + head) * d_size * v_size
+    before = tile(at_chunk, d, v_size, at_d & of_document, e, at_e)
+    written = tile(written_ptr + head * v_size, row, heads * v_size, live, e, at_e)
     y = product(q, before, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
     y = product(shares, written, y * tl.exp(total)[:, None], PRECISION, WIDEN) * scale
-    mask = (row < stop)[:, None] & at_e[None, :]
-    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=mask)
+    keep_tile(y_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, y)
