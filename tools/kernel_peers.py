@@ -44,6 +44,23 @@ def both(  # noqa: PLR0917 -- one table's columns
     )
 
 
+def together(
+    library: str, name: str, call: Callable[..., Any], inputs: list[torch.Tensor],
+    forward: tuple[float, float], backward: tuple[float, float],
+) -> Iterator[Call]:  # fmt: skip
+    """For what keeps nothing after its backward: forward, and forward with backward."""
+    grad = torch.ones_like(call(*inputs))
+
+    def run() -> None:
+        call(*inputs).backward(grad)
+        for one in inputs:
+            one.grad = None
+
+    yield library, f"{name} forward", lambda: call(*[x.detach() for x in inputs]), *forward
+    num_bytes, flops = (one + other for one, other in zip(forward, backward, strict=True))
+    yield library, f"{name} both ways", run, num_bytes, flops
+
+
 def liger_norms() -> Iterator[Call]:
     x, weight = tensor(16_384, 4096), tensor(4096)
     size = 2.0 * x.numel()
@@ -120,7 +137,7 @@ def engine_norms() -> Iterator[Call]:
     for name, made in (("rms_norm", te.RMSNorm), ("layer_norm", te.LayerNorm)):
         norm = made(4096, params_dtype=torch.bfloat16, device="cuda")
         run = lambda a, *_, norm=norm: norm(a)  # noqa: E731
-        yield from both(
+        yield from together(
             ENGINE, name, run, [x, *norm.parameters()], (2 * size, 0.0), (3 * size, 0.0)
         )
 
@@ -142,7 +159,7 @@ def engine_rope() -> Iterator[Call]:
     heads = tensor(16_384, 1, 40, 128)
     size = 2.0 * 2 * heads.numel()
     run = lambda a: apply_rotary_pos_emb(a, angles, tensor_format="sbhd", fused=True)  # noqa: E731
-    yield from both(ENGINE, "rope", run, [heads], (size, 0.0), (size, 0.0))
+    yield from together(ENGINE, "rope", run, [heads], (size, 0.0), (size, 0.0))
 
 
 def engine_permutation() -> Iterator[Call]:
@@ -176,9 +193,9 @@ def engine_loss() -> Iterator[Call]:
 
     logits, labels = tensor(1, 4096, 32_768), torch.arange(4096, device="cuda")[None]
     size = 2.0 * logits.numel()
-    # The forward writes the gradient too, in a copy: the backward scales it.
+    # The forward keeps the gradient, in a copy, and the backward scales it.
     run = lambda a: te.parallel_cross_entropy(a, labels)  # noqa: E731
-    yield from both(ENGINE, "cross_entropy", run, [logits], (2 * size, 0.0), (2 * size, 0.0))
+    yield from together(ENGINE, "cross_entropy", run, [logits], (2 * size, 0.0), (2 * size, 0.0))
 
 
 def engine_attention() -> Iterator[Call]:
@@ -188,7 +205,7 @@ def engine_attention() -> Iterator[Call]:
     for length in (8192, 32_768):
         q, k, v = (tensor(length, 1, heads, 128) for heads in (32, 8, 8))
         flops = 2.0 * length**2 * 32 * 128
-        yield from both(
+        yield from together(
             ENGINE, f"attention {length}", module, [q, k, v], (0.0, flops), (0.0, 2.5 * flops)
         )
 
