@@ -44,7 +44,7 @@ def both(  # noqa: PLR0917 -- one table's columns
     )
 
 
-def together(
+def together(  # noqa: PLR0917 -- one table's columns
     library: str, name: str, call: Callable[..., Any], inputs: list[torch.Tensor],
     forward: tuple[float, float], backward: tuple[float, float],
 ) -> Iterator[Call]:  # fmt: skip
