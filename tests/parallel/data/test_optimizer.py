@@ -104,7 +104,9 @@ def train(model, buckets, optimizer, data, rank, size, max_norm=1.5):
                 model(x).backward()
         buckets.finish()
         norms.append(optimizer.grad_norm())
+        versions = [param._version for param in model.parameters()]
         optimizer.step(0.02, grad_scale=clip_factor(norms[-1], max_norm))
+        assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
     return norms
 
 
@@ -225,6 +227,18 @@ def test_the_norm_and_clipping_are_those_of_torch():
     assert norm > 1.5
     for param, peer in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.detach(), (peer - 0.02 * peer.grad).detach())
+
+
+@pytest.mark.parametrize("change", ["step", "load_finished", "parameters_changed"])
+def test_a_graph_of_old_values_does_not_go_back(change):
+    """As after torch's own optimizers: gradients of what is gone would be wrong."""
+    model = Model()
+    buckets, optimizer = build(model, ParallelMesh.single(), SGD())
+    loss = model(batches(1, 1)[0, 0])
+    buckets.finish()
+    getattr(optimizer, change)(*([0.1] if change == "step" else []))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_what_is_fp32_is_its_own_master():

@@ -15,6 +15,7 @@ from mcore_kernels import Target
 from mcore_kernels.ops.linear.fp8 import ROLES, Fp8Linear
 from mcore_kernels.ops.linear.microscaling import MicroscalingLinear
 from mcore_kernels.quant import Fp8Recipe, MicroscalingRecipe, PrecisionRules
+from mcore_kernels.quant.scaling import advance_history
 from mcore_models.changes import check_matches
 from mcore_models.gpt import GPT
 from mcore_parallel import Group, all_gather_object, all_reduce
@@ -76,11 +77,6 @@ class LowPrecision:
         found = ", ".join(f"{count} in {what}" for what, count in self.counts.items())
         return f"linear layers: {found}"
 
-    def weights_changed(self) -> None:
-        """Drop what is kept of weights: they have other values now."""
-        for op in self._ops.values():
-            op.forget_weight()
-
     @torch.no_grad()
     def advance(self) -> None:
         """End an optimizer step: its largest values, over all ranks, join the histories.
@@ -92,10 +88,12 @@ class LowPrecision:
             for group in self._groups:
                 amax = all_reduce(amax, group, op="max")
             history[..., 0] = amax
-            history.copy_(history.roll(1, -1))
-            history[..., 0] = 0.0
+            advance_history(history)
         for op in self._ops.values():
-            op.step_ended()
+            # Histories never lose what they have: when all have some, the device is not asked.
+            if len(op.seen) < len(op.delayed):
+                op.history_loaded()
+            op.step_ended(op.seen)
 
 
 def use_low_precision(
@@ -109,9 +107,9 @@ def use_low_precision(
     rows and blocks are of what a rank holds. Returns None when nothing multiplies in few bits.
 
     Every rank of the model's mesh calls it, after the model is built and before it is used. Who
-    trains it calls `advance` of what is returned after each optimizer step, and has
-    `ShardedOptimizer.when_changed` call its `weights_changed`: steps and loads write where torch
-    does not see that a parameter has changed, and old numbers would go on being multiplied.
+    trains it calls `advance` of what is returned after each optimizer step. That a weight has
+    changed shows in its `_version`, which torch counts up where it writes itself, and
+    `ShardedOptimizer` for its steps and loads.
 
     emulate: compute the same numbers by float32 where the device cannot multiply so.
 

@@ -149,8 +149,6 @@ def build_session(
         hyper=decay(config.optimizer.weight_decay),
     )
     optimizer.gather_on_use(model.blocks)
-    if low_precision is not None:
-        optimizer.when_changed(low_precision.weights_changed)
     return Session(
         config=config,
         plan=plan,

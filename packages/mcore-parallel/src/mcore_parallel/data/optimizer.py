@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mcore_parallel.collectives import Work
 from mcore_parallel.data.ddp import GradientBuckets
@@ -50,7 +51,6 @@ class ShardedOptimizer:
         self._counted = [view for share in buckets.shares for view in counted_views(share)]
         self._gathers: dict[int, Work] = {}  # by bucket: what `wait` still has to wait for
         self._lazy: set[int] = set()  # buckets that modules wait for themselves
-        self._listeners: list[Callable[[], None]] = []
 
     def grad_norm(self) -> float:
         """Return the 2-norm of the gradient of the whole model, equal on every rank.
@@ -86,16 +86,8 @@ class ShardedOptimizer:
             shard.update(lr, grad_scale, self.step_count)
             self._gather(index)
         self.buckets.written()
-        self._tell_changed()
+        self._mark_changed()
         self._wait_for(set(self._gathers) - self._lazy)
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever parameters have been given other values, by a step or a load.
-
-        For whoever keeps something that is made of them. Those that are gathered on use may still
-        be on their way: it is no time to read them.
-        """
-        self._listeners.append(listener)
 
     def gather_on_use(self, modules: Iterable[nn.Module]) -> None:
         """Let updated parameters arrive while the next forward already runs.
@@ -159,14 +151,14 @@ class ShardedOptimizer:
             self._shards[index].publish()
             self._gather(index)
         self.buckets.written()
-        self._tell_changed()
+        self._mark_changed()
         self.wait()
 
     def parameters_changed(self) -> None:
         """Make the masters what the parameters now are: after weights were loaded into these."""
         for shard in self._shards:
             shard.adopt()
-        self._tell_changed()
+        self._mark_changed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is not a tensor, as JSON: the number of steps, and the rule's state names."""
@@ -181,9 +173,12 @@ class ShardedOptimizer:
             )
         self.step_count = int(state["step"])
 
-    def _tell_changed(self) -> None:
-        for listener in self._listeners:
-            listener()
+    def _mark_changed(self) -> None:
+        """Let torch see that the parameters have other values: they were written as parts of a
+        bucket, or will be by a gather. A graph recorded with the old ones then refuses to go back,
+        and whoever keeps something that is made of them can tell by `Tensor._version`.
+        """
+        increment_version([slot.param for share in self.buckets.shares for slot in share.slots])
 
     # --- gathering ----------------------------------------------------------------------------
 
