@@ -16,12 +16,13 @@ from mcore_models.common.batch import GlobalCounts, TokenBatch, TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.dense import Dense
 from mcore_models.common.embedding import TokenTypeEmbedding
+from mcore_models.common.head_loss import TokenLoss
 from mcore_models.common.mlp import build_activation
 from mcore_models.common.norm import build_norm
 from mcore_models.config import ModelConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import Init, RngKey, gather_from_group
-from mcore_parallel.tensor import VocabParallelHead, gather_logits
+from mcore_parallel.tensor import HeadUse, VocabParallelHead, gather_logits
 
 PAIR_LOSS = "pair_loss"
 """The name of the loss of pairs of segments, as it is reported."""
@@ -47,9 +48,11 @@ class MaskedHead(VocabParallelHead):
         self.norm = build_norm(config, build, config.num_layers)
         self._activation = build_activation(config, build)
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Hidden states [t, H] to this rank's logits [T, v]; `weight` as in the class above."""
-        return super().forward(self.norm(self._activation(self.dense(x))), weight)
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, *, use: HeadUse | None = None
+    ) -> Tensor:
+        """Hidden states [t, H] to this rank's logits [T, v]; the rest as in the class above."""
+        return super().forward(self.norm(self._activation(self.dense(x))), weight, use=use)
 
 
 class Bert(GPT):
@@ -160,8 +163,8 @@ class Bert(GPT):
             hidden = context.dropout(hidden, "embedding")
         return hidden
 
-    def _finish(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        hidden = super()._finish(hidden, context)
+    def _finish(self, hidden: Tensor, context: TokenContext, main: TokenLoss | None) -> Tensor:
+        hidden = super()._finish(hidden, context, main)
         labels, auxiliary = context.batch.document_labels, context.auxiliary
         if labels is None or auxiliary is None or self.binary_head is None:
             return hidden

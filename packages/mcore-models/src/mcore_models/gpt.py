@@ -22,6 +22,12 @@ from mcore_models.common.batch import (
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
+from mcore_models.common.head_loss import (
+    TokenLoss,
+    loss_in_chunks,
+    loss_of_logits,
+    takes_chunks,
+)
 from mcore_models.common.latent_attention import latent_rotary
 from mcore_models.common.moe import auxiliary_names
 from mcore_models.common.mtp import PredictionDepth, loss_names
@@ -30,10 +36,10 @@ from mcore_models.common.rope import local_rotary_angles, rotary_angles
 from mcore_models.config import ModelConfig
 from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
 from mcore_parallel.tensor import (
+    HeadUse,
     VocabParallelEmbedding,
     VocabParallelHead,
     gather_logits,
-    vocab_parallel_cross_entropy,
 )
 
 
@@ -100,6 +106,7 @@ class GPT(nn.Module):
         logits_at: Tensor | None = None,
         auxiliary: AuxiliaryLosses | None = None,
         chunk: int = -1,
+        loss: TokenLoss | None = None,
     ) -> Tensor:
         """Run this stage: the first one from `batch.tokens`, later ones from `hidden` [t, H].
 
@@ -117,6 +124,7 @@ class GPT(nn.Module):
                 further tokens if the batch has labels; see `auxiliary_losses`. Without it there are
                 none.
             chunk: which of this stage's chunks to run, default the last.
+            loss: what the last stage returns instead, a scalar, of a batch with labels.
 
         Raises:
             ValueError: hidden states given to the first stage or missing on a later one; dropout
@@ -133,7 +141,7 @@ class GPT(nn.Module):
         hidden = self.layers(hidden, context, self.chunks[chunk])
         if not self.is_last or chunk < len(self.chunks) - 1:
             return hidden
-        hidden = self._finish(hidden, context)
+        hidden = self._finish(hidden, context, loss)
         if logits_at is not None:
             if self.sequence_parallel:
                 raise ValueError(
@@ -141,29 +149,46 @@ class GPT(nn.Module):
                     f"tp={self.mesh.tp.size}"
                 )
             hidden = hidden[logits_at]
-        return self._logits(hidden)
+        return self._logits(hidden) if loss is None else self._token_loss(hidden, batch, loss)
 
     def _make_head(self, config: ModelConfig, build: BuildContext) -> nn.Module | None:
         """What makes logits of hidden states; None: these are the output."""
         return build_head(config, build)
 
-    def _finish(self, hidden: Tensor, context: TokenContext) -> Tensor:
+    def _finish(self, hidden: Tensor, context: TokenContext, main: TokenLoss | None) -> Tensor:
         """What the head gets [t, H], with the losses beside its own attached."""
         hidden = self.final_norm(hidden)
         if self.mtp and context.auxiliary is not None and context.batch.labels is not None:
-            hidden = self._predict_further(hidden, context, context.auxiliary)
+            chunk_tokens = None if main is None else main.chunk_tokens
+            further = TokenLoss(counts=context.auxiliary.counts, chunk_tokens=chunk_tokens)
+            hidden = self._predict_further(hidden, context, context.auxiliary, further)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [T, v] from normed hidden states [t, H]."""
         if self.lm_head is None:
             return hidden
-        if self.config.logit_scale != 1:
-            hidden = hidden * self.config.logit_scale
-        tied = self.embedding.weight if self.config.tied_embeddings else None
-        logits: Tensor = self.lm_head(hidden, tied)
+        logits = self._head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _head(self, hidden: Tensor, **options: HeadUse) -> Tensor:
+        if self.config.logit_scale != 1:
+            hidden = hidden * self.config.logit_scale
+        assert self.lm_head is not None
+        tied = self.embedding.weight if self.config.tied_embeddings else None
+        out: Tensor = self.lm_head(hidden, tied, **options)
+        return out
+
+    def _token_loss(self, hidden: Tensor, batch: TokenBatch, loss: TokenLoss) -> Tensor:
+        """The loss of normed hidden states [t, H]."""
+        head, kernels = self.lm_head, self.kernels
+        if takes_chunks(head) and self.config.logit_softcap is None:
+            return self._head(hidden, use=loss_in_chunks(head, batch, loss, kernels))
+        logits, size = self._logits(hidden), self.config.vocab_size
+        return loss_of_logits(
+            logits, batch, loss, group=self.mesh.tp, kernels=kernels, vocab_size=size
+        )
 
     def loss(
         self,
@@ -175,16 +200,19 @@ class GPT(nn.Module):
         auxiliary: AuxiliaryLosses | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        chunk_tokens: int | None = None,
+        unit_gradient: bool = False,
     ) -> Tensor:
         """This micro-batch's share of the loss: sum of valid tokens' cross-entropy / counts.tokens.
 
         A scalar fp32, the same on every tensor-parallel rank, for the last stage. The shares of
         all micro-batches and data-parallel ranks add up to the mean over the global batch, and so
-        do their gradients. Without a loss mask all tokens are valid.
+        do their gradients. `label_smoothing`, `z_loss`, `chunk_tokens` and `unit_gradient` are
+        those of `TokenLoss`; logits are never whole, unless the head has a bias or they are capped.
 
         In training mode the layers' auxiliary losses are part of the gradient, not of the value;
-        `auxiliary` collects theirs (see `auxiliary_losses`). `label_smoothing` and `z_loss` are
-        those of `vocab_parallel_cross_entropy`, and part of both; further tokens go without.
+        `auxiliary` collects theirs (see `auxiliary_losses`). Smoothing and z-loss are part of both;
+        further tokens go without.
 
         Raises:
             ValueError: when the batch has no labels, and what `stage_forward` raises.
@@ -195,36 +223,17 @@ class GPT(nn.Module):
             raise ValueError("the loss needs logits of tokens: set bert.masked_head")
         if auxiliary is None:
             auxiliary = self.auxiliary_losses(counts)
-        logits = self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
-        losses = self._summed_loss(logits, batch, label_smoothing=label_smoothing, z_loss=z_loss)
-        return counts.mean(losses)
-
-    def _summed_loss(
-        self,
-        logits: Tensor,
-        batch: TokenBatch,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-    ) -> Tensor:
-        """The sum of the valid tokens' cross-entropy."""
-        assert batch.labels is not None
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            batch.labels,
-            self.mesh.tp,
-            vocab_size=self.config.vocab_size,
+        loss = TokenLoss(
+            counts=counts,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
-            op=self.kernels.cross_entropy,
+            chunk_tokens=chunk_tokens,
+            unit_gradient=unit_gradient,
         )
-        if batch.loss_mask is not None:
-            # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
-            losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
-        return losses.sum()
+        return self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary, loss=loss)
 
     def _predict_further(
-        self, hidden: Tensor, context: TokenContext, auxiliary: AuxiliaryLosses
+        self, hidden: Tensor, context: TokenContext, auxiliary: AuxiliaryLosses, of: TokenLoss
     ) -> Tensor:
         """Return `hidden` [t, H] with the losses of further tokens attached."""
         config, batch = self.config, context.batch
@@ -240,7 +249,7 @@ class GPT(nn.Module):
             if context.dropout is not None:
                 embedded = context.dropout(embedded, "mtp", depth)
             found = module(found, embedded, replace(context, batch=ahead))
-            loss = auxiliary.counts.mean(self._summed_loss(self._logits(found), ahead))
+            loss = self._token_loss(found, ahead, of)
             # Every tensor-parallel rank has all of it; it is counted once.
             counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)
             hidden = auxiliary.attach(hidden, name, loss * config.mtp.depth_weight, counted)

@@ -172,11 +172,14 @@ class LossConfig:
     """What training adds to the cross-entropy of a token; validation leaves it out.
 
     `label_smoothing` α gives the label 1 - α and spreads α over all other tokens. `z_loss` λ adds
-    λ · (log Σ exp z)², which keeps logits from drifting.
+    λ · (log Σ exp z)², which keeps logits from drifting. Head and loss are computed together, of
+    `chunk_tokens` tokens at a time: more are faster, fewer take less memory; None is as many as
+    have 768 MiB of logits on a rank.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         smoothing = self.label_smoothing
@@ -184,6 +187,10 @@ class LossConfig:
             0 <= smoothing < 1, f"label_smoothing={smoothing} must lie in 0 <= label_smoothing < 1"
         )
         _require(0 <= self.z_loss < math.inf, f"z_loss={self.z_loss} must be at least 0 and finite")
+        _require(
+            self.chunk_tokens is None or self.chunk_tokens > 0,
+            f"chunk_tokens={self.chunk_tokens} must be at least 1, or null",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

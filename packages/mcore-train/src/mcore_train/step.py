@@ -22,7 +22,6 @@ from mcore_parallel.pipeline import (
     StageFunction,
     make_schedule,
 )
-from mcore_train.config import LossConfig
 from mcore_train.session import Session
 
 
@@ -127,7 +126,7 @@ class Step:
 
     def __init__(self, session: Session, loss: StageLoss | None = None) -> None:
         self.session = session
-        self.loss = _token_loss(session.config.loss) if loss is None else loss
+        self.loss = _token_loss(session) if loss is None else loss
         self.schedules: dict[int, Schedule] = {}
         self.loads = ExpertLoads()
         self.weight_gradients = None
@@ -246,9 +245,16 @@ class Step:
         return f"update {update}: loss {loss} and gradient norm {norm} are not both finite: {where}"
 
 
-def _token_loss(config: LossConfig) -> StageLoss:
+def _token_loss(session: Session) -> StageLoss:
     """The model's own loss, with what the config adds to it."""
-    return partial(GPT.loss, label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+    config = session.config.loss
+    return partial(
+        GPT.loss,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+        chunk_tokens=config.chunk_tokens,
+        unit_gradient=session.scaler is None,  # otherwise multiplied before the backward pass
+    )
 
 
 def evaluate(session: Session, name: str = "validation") -> float:
@@ -258,7 +264,8 @@ def evaluate(session: Session, name: str = "validation") -> float:
     counts = count_all(batches, mesh)
 
     def loss(batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        return model.loss(batch, hidden, counts=counts)
+        chunk_tokens = session.config.loss.chunk_tokens
+        return model.loss(batch, hidden, counts=counts, chunk_tokens=chunk_tokens)
 
     model.eval()
     outputs = run_forward(session, model, batches, loss) if batches else []

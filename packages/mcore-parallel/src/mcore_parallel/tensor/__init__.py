@@ -5,6 +5,7 @@ from mcore_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor.loss import vocab_parallel_cross_entropy, vocab_parallel_log_prob
 from mcore_parallel.tensor.partition import Part, fused_spec, padded_vocab_size
 from mcore_parallel.tensor.vocab import (
+    HeadUse,
     VocabParallelEmbedding,
     VocabParallelHead,
     gather_logits,
@@ -12,6 +13,7 @@ from mcore_parallel.tensor.vocab import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "HeadUse",
     "Part",
     "RowParallelLinear",
     "VocabParallelEmbedding",

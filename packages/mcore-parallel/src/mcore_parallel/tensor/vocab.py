@@ -8,26 +8,30 @@ Parameters start at zero; `mcore_parallel.spec.initialise` or a load by layout f
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_parallel.collectives import (
+    copy_to_group,
     gather_from_group,
+    gather_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
 )
 from mcore_parallel.data.main_grad import added_to_main, main_grad
 from mcore_parallel.group import Group
+from mcore_parallel.pipeline.weights import DeferredGradients
 from mcore_parallel.protocols import LinearOp, TorchLinear
 from mcore_parallel.spec import Init, ParamSpec, join
 from mcore_parallel.tensor.function import parallel_linear
 from mcore_parallel.tensor.linear import DEFAULT_INIT, ZEROS
 from mcore_parallel.tensor.partition import VocabShard, check_tokens
 
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]
+__all__ = ["HeadUse", "VocabParallelEmbedding", "VocabParallelHead", "gather_logits"]
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -144,6 +148,21 @@ class _LookUp(torch.autograd.Function):
         return added_to_main(ctx.weight), None
 
 
+class HeadUse(Protocol):
+    """What a head makes of its factors in place of logits, such as a loss in chunks."""
+
+    def __call__(self, x: Tensor, weight: Tensor, weight_grad_out: Tensor | None) -> Tensor:
+        """Return anything, a scalar for example, that is the same on all ranks of the group.
+
+        Args:
+            x: [T, H], all tokens. Its gradient is my share of a sum over the group.
+            weight: [real, H], my rows without padding.
+            weight_grad_out: the float32 buffer [real, H] to which the gradient of the weight is to
+                be added, before the backward pass has left this call; autograd gets none then. None
+                where autograd takes it.
+        """
+
+
 class VocabParallelHead(nn.Module):
     """Logits over a cut vocabulary: x [T, H] → my columns [T, rows], padding columns included.
 
@@ -205,17 +224,24 @@ class VocabParallelHead(nn.Module):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, *, use: HeadUse | None = None
+    ) -> Tensor:
         """Return the local logits [T, rows], or with `gather_output` all of them [T, V].
 
         `weight` [rows, H]: the embedding's table, when the head is tied. Its gradient then always
         goes through autograd, never into a `main_grad` buffer, since the embedding adds to it too.
+
+        `use` makes something else of all tokens and my rows, and that is returned; the head has no
+        bias then.
         """
         if (weight is None) == (self.weight is None):
             given = "has its own weight" if weight is not None else "is tied"
             raise ValueError(f"VocabParallelHead: the head {given}: pass a weight only when tied")
         chosen = self.weight if weight is None else weight
         assert chosen is not None
+        if use is not None:
+            return self._used(use, x, chosen)
         logits = parallel_linear(
             x,
             chosen,
@@ -228,6 +254,16 @@ class VocabParallelHead(nn.Module):
         if self.gather_output:
             return gather_logits(logits, self.group, vocab_size=self.vocab_size)
         return logits
+
+    def _used(self, use: HeadUse, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.bias is None
+        x = (gather_sequence if self.sequence_parallel else copy_to_group)(x, self.group)
+        real, buffer = self.shard.real, None
+        has_buffer = weight is self.weight and getattr(weight, "main_grad", None) is not None
+        if has_buffer and weight.requires_grad and torch.is_grad_enabled():
+            buffer = main_grad(weight)[:real]
+            weight = _AddedByOther.apply(weight)  # type: ignore[no-untyped-call]
+        return use(x, weight if real == self.shard.rows else weight[:real], buffer)
 
     def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
         """Return the specs of what the head owns: `<prefix>.weight` [V, H], `<prefix>.bias` [V]."""
@@ -243,6 +279,27 @@ class VocabParallelHead(nn.Module):
     def extra_repr(self) -> str:
         """For printing."""
         return f"{self.in_features}, {self.vocab_size}, tp={self.group.size}"
+
+
+class _AddedByOther(torch.autograd.Function):
+    """A weight for an operator that adds the gradient to `main_grad` and gives autograd none."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        assert grad is None, "the operator was to add it"
+        deferred: DeferredGradients | None = getattr(ctx.weight, "deferred", None)
+        if deferred is not None and deferred.is_collecting:
+            # Others that use the weight may add to it as late as that.
+            deferred.put(ctx.weight, partial(added_to_main, ctx.weight))
+            return None
+        return added_to_main(ctx.weight)
 
 
 def gather_logits(logits: Tensor, group: Group, *, vocab_size: int) -> Tensor:

@@ -50,6 +50,7 @@ def fused_head_loss(
     entropy: bool = False,
     chunk_size: int | None = None,
     weight_grad_out: Tensor | None = None,
+    add_later: bool = False,
 ) -> HeadLoss:
     """Return the sum of the losses of `hidden weightᵀ`; both gradients are made in the forward.
 
@@ -68,6 +69,8 @@ def fused_head_loss(
             in this call, so that no second one of its size is needed; `weight` itself gets none
             then. The backward has to begin at the total: where its gradient is not 1, that of
             hidden is NaN.
+        add_later: add in the backward, when the gradient of the total is known; takes the second
+            buffer.
 
     The gradient of hidden is this shard's share: the caller sums it over the shards.
 
@@ -77,7 +80,14 @@ def fused_head_loss(
     call = LossCall(
         op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
     ).checked()
-    plan = _Plan(call=call, linear=linear, chunk=_checked(hidden, weight, labels, chunk_size))
+    chunk = _checked(hidden, weight, labels, chunk_size)
+    plan = _Plan(
+        call=call,
+        linear=linear,
+        chunk=chunk,
+        add_later=add_later,
+        records=torch.is_grad_enabled(),
+    )
     if weight_grad_out is not None and (
         weight_grad_out.shape != weight.shape or weight_grad_out.dtype != torch.float32
     ):
@@ -140,6 +150,8 @@ class _Plan:
     call: LossCall
     linear: LinearOp
     chunk: int
+    add_later: bool = False
+    records: bool = True  # within an autograd function one cannot tell
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         for start in range(0, tokens, self.chunk):
@@ -190,7 +202,9 @@ class _HeadLoss(torch.autograd.Function):
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         results = plan.empty_results(hidden)
-        buffers = plan.buffers(hidden, weight, ctx.needs_input_grad[:2], out)
+        at_once = None if plan.add_later else out
+        needs = tuple(plan.records and one for one in ctx.needs_input_grad[:2])
+        buffers = plan.buffers(hidden, weight, needs, at_once)  # type: ignore[arg-type]
         ones = torch.ones_like(results[0]) if weights is None else weights
         for rows in plan.chunks(hidden.shape[0]):
             logits = plan.linear.forward(hidden[rows], weight)
@@ -203,9 +217,9 @@ class _HeadLoss(torch.autograd.Function):
                 plan.call.write_gradient(logits, stats, (ones[rows], None, None), logits)
                 plan.add_gradients(rows, logits, (hidden, weight), buffers)
             del logits  # before there are those of the next chunk
-        ctx.added = out is not None and buffers[1] is not None
+        ctx.added = at_once is not None and buffers[1] is not None
         ctx.save_for_backward(buffers[0], None if ctx.added else buffers[1])
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.out = weight.dtype, out
         ctx.mark_non_differentiable(*results)
         return results[0].sum(), *results
 
@@ -219,6 +233,9 @@ class _HeadLoss(torch.autograd.Function):
             grad = torch.where(grad == 1, 1.0, torch.nan)
         if dhidden is not None:
             dhidden = (dhidden * grad).to(dhidden.dtype)
+        if dweight is not None and ctx.out is not None:
+            ctx.out.addcmul_(dweight, grad)
+            dweight = None
         if dweight is not None:
             # Rounded on the way: no second tensor of its size in float32.
             dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
