@@ -119,7 +119,13 @@ def test_the_architecture_of_a_checkpoint(trained: Path, tmp_path: Path) -> None
     ("checkpoint", "message"),
     [
         ({"load_step": 3}, "load_step is about checkpoint.load, which is not set"),
-        ({"directory": "s3://bucket/run"}, "directory=s3:/bucket/run is no path"),
+        ({"directory": "s4://bucket/run"}, "directory: s4://bucket/run: unknown scheme s4://"),
+        ({"directory": Path("s3://bucket/run")}, "directory: s3:/bucket/run has lost a slash"),
+        ({"load": "s4://bucket/run"}, "load: s4://bucket/run: .*nearest valid is s3://"),
+        (
+            {"directory": "x", "local": "s3://bucket/run", "local_interval": 1},
+            "local=s3:/bucket/run is no path: local saves go to a directory of each machine",
+        ),
         ({"load_rng": False}, "load_rng is about checkpoint.load"),
         ({"load": "x", "weights_only": True, "load_optimizer": False}, "load_optimizer=False does"),
         ({"compression": "zstd"}, "compression=zstd needs checkpoint.directory"),

@@ -86,6 +86,17 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return at
 
 
+def check_shared(path: str | os.PathLike[str], num_ranks: int) -> None:
+    """Raise ValueError when several ranks cannot see one another's objects at an address."""
+    at = place(path)
+    form = _FORM.fullmatch(at) if isinstance(at, Address) else None
+    if num_ranks > 1 and form is not None and form[2] == "memory":
+        raise ValueError(
+            f"{at} is in the memory of each of {num_ranks} ranks for itself: give an address that "
+            f"all see, such as s3://{form[3]}, or 1 rank"
+        )
+
+
 def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Return the storage of what is below a path or an address. Nothing is read or made there.
 

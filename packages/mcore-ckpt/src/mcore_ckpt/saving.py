@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore_ckpt.addresses import Place, place, storage_at
+from mcore_ckpt.addresses import Place, check_shared, place, storage_at
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
 from mcore_ckpt.alike import digest_of, split
@@ -114,6 +114,8 @@ def save(
     opened: list[Storage] = []
 
     def ask() -> dict[str, Any]:
+        if storage is None:
+            check_shared(directory, group.size)
         opened.append(storage or storage_at(directory))
         request = make_request(
             step=step,

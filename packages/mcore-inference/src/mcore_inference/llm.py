@@ -307,6 +307,10 @@ def _open(
 ) -> _Source:
     checkpoint = mcore_ckpt.open(path)
     folder = checkpoint.path
+    if not isinstance(folder, Path):
+        raise ValueError(
+            f"{folder} is no directory: `mcore-ckpt reshard {folder} DIR` makes it one"
+        )
     config = _architecture(folder, checkpoint.state)
     if tokenizer is None:
         tokenizer = folder / "files" / "tokenizer"

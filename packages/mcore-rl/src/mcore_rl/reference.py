@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 
+from mcore_ckpt.addresses import Place
 from mcore_inference import load_weights
 from mcore_models import build_model
 from mcore_parallel import RngKey
@@ -28,7 +28,7 @@ class ReferencePolicy:
     """
 
     def __init__(
-        self, config: RLConfig, session: Session, rule: LogProbs, source: Path | None
+        self, config: RLConfig, session: Session, rule: LogProbs, source: Place | None
     ) -> None:
         self.session = session
         self.rule = rule

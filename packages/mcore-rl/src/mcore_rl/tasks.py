@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.addresses import Place, place
 from mcore_data import Tokenizer
 from mcore_models import TokenBatch
 from mcore_parallel import RngKey
@@ -37,7 +38,7 @@ class Tasks:
     validation_sets: Sequence[str] = ()
 
     def __init__(
-        self, config: RLConfig, tokenizer: Tokenizer, *, reference: Path | None = None
+        self, config: RLConfig, tokenizer: Tokenizer, *, reference: Place | None = None
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -94,7 +95,7 @@ class Tasks:
                 )
         size = self.config.rollout.group_size
         self.taken = int(state["consumed_samples"]) // size
-        self.reference = None if state["reference"] is None else Path(state["reference"])
+        self.reference = None if state["reference"] is None else place(state["reference"])
 
     def close(self) -> None:
         """Nothing is held."""

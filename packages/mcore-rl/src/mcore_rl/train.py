@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_ckpt.addresses import Place
 from mcore_data import Tokenizer, load_tokenizer
 from mcore_models import check_layout
 from mcore_parallel import Group, ParallelMesh, init_from_env, launch_local, launched_by_torchrun
@@ -46,7 +46,7 @@ class RLSummary:
     reward: float | None
     first_held_out: float | None
     held_out: float | None
-    checkpoint: Path | None
+    checkpoint: Place | None
 
 
 class _Rewards(Callback):
@@ -111,7 +111,7 @@ def check_run(config: RLConfig, world_size: int) -> WorldPlan:
     check_layout(config.model, engine_layout(config, world_size))
     make_environment(config.environment.name, **config.environment.options)
     _open_tokenizer(config)
-    check_writable("checkpoint.directory", config.checkpoint.directory)
+    check_writable("checkpoint.directory", config.checkpoint.directory, world_size)
     check_writable("log.directory", config.log.directory)
     return plan
 
@@ -171,7 +171,7 @@ def _open_tokenizer(config: RLConfig) -> Tokenizer:
     return tokenizer
 
 
-def _starting_point(config: RLConfig, world: Group) -> Path | None:
+def _starting_point(config: RLConfig, world: Group) -> Place | None:
     """The checkpoint that a new run of this config starts from, None for random weights."""
     if config.checkpoint.load is None:
         return None

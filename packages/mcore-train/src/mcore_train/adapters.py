@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 import mcore_ckpt
+from mcore_ckpt.addresses import Place, absolute, local_path
 from mcore_ckpt.agreement import together
+from mcore_ckpt.convert import check_target
 from mcore_ckpt.finding import on_first_rank
 from mcore_ckpt.hf.source import SafetensorsFolder, read_json
 from mcore_ckpt.hf.writer import (
@@ -54,7 +56,7 @@ def save_peft(folder: str | os.PathLike[str], model: GPT, *, base: str | None = 
             does not have; or something is at `folder`.
         CheckpointError: on every rank: the disk refuses.
     """
-    folder, group = Path(folder).absolute(), model.mesh.world
+    folder, group = local_path(folder).absolute(), model.mesh.world
     whole = gather_all(adapter_tensors(model, prefix=""), group)
     mine = next((adapter.config for adapter in adapters(model).values()), None)
     configs = [config for config in all_gather_object(mine, group) if config is not None]
@@ -120,7 +122,7 @@ def load_peft(folder: str | os.PathLike[str], model: GPT) -> LoRAConfig:
     return config
 
 
-def merge_run(run: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
+def merge_run(run: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Place:
     """Write the weights of a run with adapters as those of one without; return the checkpoint.
 
     One process holds the whole model. Tokenizer and other files are carried along.
@@ -131,9 +133,7 @@ def merge_run(run: str | os.PathLike[str], directory: str | os.PathLike[str]) ->
         CheckpointError: the checkpoint is damaged, or the disk refuses.
     """
     model, checkpoint = open_run(run)
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is not empty: give a directory that is empty or not there")
+    check_target("native", absolute(directory))
     merge(model)
     return mcore_ckpt.save(
         directory,

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from mcore_train.checks import require
 
-_ADDRESS: Final = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a path has lost the second stroke
+_ADDRESS: Final = re.compile(r".*://|[a-z][a-z0-9+.-]+:/")  # a path has lost a stroke
 OnSaveError = Literal["stop", "continue"]
 Scan = Literal["none", "quick", "full"]
 Strict = Literal["error", "warn", "report"]
@@ -17,7 +17,8 @@ Strict = Literal["error", "warn", "report"]
 class CheckpointConfig:
     """When to save, what to keep, what to start from.
 
-    Every `interval` steps, and at the end, the run is saved in `directory`. `asynchronous` copies
+    Every `interval` steps, and at the end, the run is saved in `directory`, a path or an address in
+    object storage (`s3://bucket/run`, see `mcore_ckpt.addresses`). `asynchronous` copies
     its state to host memory, goes on, and writes in the background; a save that falls due while
     one is under way waits for that. Of older steps the newest `keep_last` stay (the new one
     counted), and multiples of `keep_every`; they go when the new one is durable. When a save fails,
@@ -34,7 +35,8 @@ class CheckpointConfig:
     the newest of the two, whatever its layout; so steps since the last checkpoint in `directory`
     are not lost with a process, nor with a machine. Only the newest local one is kept.
 
-    `load` starts from a checkpoint elsewhere (a step folder, or a folder of them) when `directory`
+    `load` starts from a checkpoint elsewhere (a step folder, or a folder of them; `load` may be an
+    address, too) when `directory`
     has none; without `resume` the directory must hold none. Of a folder of them `load_step` says
     which, and the newest is the default. `reset_step` starts at step 0 with the loaded weights and
     moments, and takes the schedule and data of this config; `weights_only` takes the weights alone.
@@ -51,7 +53,7 @@ class CheckpointConfig:
     `blosc:NAME:LEVEL`. `file_bytes` bounds files that hold many chunks each.
     """
 
-    directory: Path | None = None
+    directory: Path | str | None = None
     interval: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
@@ -62,7 +64,7 @@ class CheckpointConfig:
     local_copies: int = 1
     resume: bool = True
     scan: Scan = "quick"
-    load: Path | None = None
+    load: Path | str | None = None
     reset_step: bool = False
     load_step: int | None = None
     weights_only: bool = False
@@ -73,12 +75,12 @@ class CheckpointConfig:
     file_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("directory", "local", "load"):
-            require(
-                _ADDRESS.match(str(getattr(self, name))) is None,
-                f"{name}={getattr(self, name)} is no path: runs save to directories, and "
-                f"mcore_ckpt.save writes to object storage",
-            )
+        for name in ("directory", "load"):
+            object.__setattr__(self, name, _place(name, getattr(self, name)))
+        require(
+            _ADDRESS.match(str(self.local)) is None,
+            f"local={self.local} is no path: local saves go to a directory of each machine",
+        )
         for name in ("interval", "keep_last", "keep_every", "file_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name}={value} must be at least 1, or null")
@@ -126,3 +128,16 @@ class CheckpointConfig:
             f"local_interval={interval} must be at least 1, or null",
         )
         require(copies >= 0, f"local_copies={copies} must be at least 0")
+
+
+def _place(name: str, value: Path | str | None) -> Path | str | None:
+    """Return a path, or an address that can be opened here."""
+    if value is None or not _ADDRESS.match(str(value)):
+        return None if value is None else Path(value)
+    from mcore_ckpt.addresses import place, storage_at  # it loads torch
+
+    try:
+        storage_at(value)
+        return place(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

@@ -115,10 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser(
         "merge", help="write a run with adapters (lora) as one without, or its adapters alone"
     )
-    merge.add_argument(
-        "source", type=Path, metavar="RUN", help="its checkpoint, or the directory of several"
-    )
-    merge.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory")
+    merge.add_argument("source", metavar="RUN", help="its checkpoint, or the directory of several")
+    merge.add_argument("--to", required=True, metavar="DIR", help="a new directory")
     merge.add_argument(
         "--peft", action="store_true", help="write the adapters alone, as a folder for PEFT"
     )
@@ -129,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         help="write a dense model as one with experts that computes the same",
         epilog="Fields of the experts are options: --moe.num_experts 8 --moe.top_k 2",
     )
-    upcycle.add_argument("source", type=Path, help="a checkpoint or a Hugging Face folder")
-    upcycle.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory")
+    upcycle.add_argument("source", help="a checkpoint or a Hugging Face folder")
+    upcycle.add_argument("--to", required=True, metavar="DIR", help="a new directory")
     upcycle.add_argument(
         "--layers", type=int, nargs="+", metavar="I", help="whose MLPs become experts; default all"
     )

@@ -32,17 +32,18 @@ def architecture_of(folder: str | Path) -> dict[str, Any]:
     return asdict(model)
 
 
-def find_hf(folder: Path, group: Group) -> mcore_ckpt.Found | None:
+def find_hf(folder: Path | str, group: Group) -> mcore_ckpt.Found | None:
     """Return what to start from when `folder` is one of Hugging Face, the same on every rank.
 
-    Rank 0 of `group` looks, and all get its answer. None: it has no `config.json`.
+    Rank 0 of `group` looks, and all get its answer. None: it has no `config.json`, or is an
+    address.
 
     Raises:
         ValueError: on every rank: the architecture is unknown or a field not supported.
     """
 
     def look() -> mcore_ckpt.Found | None:
-        if not (folder / _CONFIG).is_file():
+        if not isinstance(folder, Path) or not (folder / _CONFIG).is_file():
             return None
         state = {"config": {"model": architecture_of(folder)}, "format": "hf"}
         return mcore_ckpt.Found(path=folder.absolute(), step=0, state=state)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import mcore_ckpt
+from mcore_ckpt.addresses import Address, Place
 from mcore_ckpt.finding import on_first_rank
 from mcore_ckpt.local import FoundLocal, find_local
 from mcore_parallel import Group
@@ -17,13 +18,17 @@ _BASE = "newest_checkpoint"
 _RUN = "run_directory"
 
 
-def run_directory(directory: Path, group: Group) -> str:
+def run_directory(directory: Path | str, group: Group) -> str:
     """Return what tells a run from others, however its directory is written; all ranks call it."""
     what = f"looking up {directory} failed"
-    return on_first_rank(group.cpu, what, lambda: os.path.realpath(directory))
+
+    def look() -> str:
+        return str(directory) if isinstance(directory, Address) else os.path.realpath(directory)
+
+    return on_first_rank(group.cpu, what, look)
 
 
-def local_state(what: WhatToSave, checkpoint: Path | None, run: str) -> dict[str, object]:
+def local_state(what: WhatToSave, checkpoint: Place | None, run: str) -> dict[str, object]:
     """Return the state of a local save, which knows its run and that one's newest checkpoint."""
     base = None if checkpoint is None else _step_of(checkpoint)
     return {**what.state, _BASE: base, _RUN: run}
@@ -65,7 +70,7 @@ def _pass_over(found: FoundLocal, why: str, group: Group) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _newest_step(directory: Path, group: Group) -> int | None:
+def _newest_step(directory: Path | str, group: Group) -> int | None:
     """Return the newest step that was committed, whole or not, as rank 0 sees it."""
 
     def look() -> int | None:
@@ -75,5 +80,5 @@ def _newest_step(directory: Path, group: Group) -> int | None:
     return on_first_rank(group.cpu, f"listing the checkpoints of {directory} failed", look)
 
 
-def _step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: Place) -> int:
     return int(checkpoint.name.removeprefix("step_").partition(".")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_ckpt.addresses import Place, check_shared, storage_at
 from mcore_models import check_layout, import_builders
 from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
@@ -46,7 +48,7 @@ class RunSummary:
     loss: float | None
     validation_loss: float | None
     first_validation_loss: float | None
-    checkpoint: Path | None
+    checkpoint: Place | None
 
 
 class _Last(Callback):
@@ -113,21 +115,31 @@ def check_run(config: TrainConfig, world_size: int) -> WorldPlan:
     plan = config.check_world(world_size)
     check_layout(config.model, plan.parallel, import_builders(config.builders))
     check_files(config)
-    check_writable("checkpoint.directory", config.checkpoint.directory)
+    check_writable("checkpoint.directory", config.checkpoint.directory, world_size)
     check_writable("log.directory", config.log.directory)
     return plan
 
 
-def check_writable(name: str, folder: Path | None) -> None:
-    """Make the folder that the field `name` gives, if any; ValueError when that cannot be."""
+def check_writable(name: str, folder: Path | str | None, num_ranks: int = 1) -> None:
+    """Make the folder that the field `name` gives, if any; ValueError when that cannot be.
+
+    To an address something is written, and taken away again; all ranks have to see it.
+    """
     if folder is None:
         return
     try:
+        if not isinstance(folder, Path):
+            check_shared(folder, num_ranks)
+            storage, mark = storage_at(folder), f"write-check-{uuid.uuid4().hex}"
+            storage.put(mark, b"")
+            storage.remove(mark)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{name}={folder} cannot be written: {error.strerror}") from None
+        why = error.strerror or error
+        raise ValueError(f"{name}={folder} cannot be written: {why}") from None
 
 
 def run_rank(tree: Mapping[str, Any]) -> RunSummary:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
+from mcore_ckpt.addresses import Place
 from mcore_ckpt.extra import PREFIX
 from mcore_ckpt.finding import on_first_rank
 from mcore_ckpt.local import FoundLocal, load_local
@@ -132,7 +133,7 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
                 f"alone: set checkpoint.weights_only"
             )
         return folder, False
-    place = config.load
+    place: Path | str = config.load
     if config.load_step is not None:
         place = _of_step(place, config.load_step, group)
     found = mcore_ckpt.find(place, group, scan=config.scan)
@@ -141,10 +142,10 @@ def find_start(config: CheckpointConfig, group: Group) -> tuple[mcore_ckpt.Found
     return found, False
 
 
-def _of_step(folder: Path, step: int, group: Group) -> Path:
+def _of_step(folder: Path | str, step: int, group: Group) -> Place:
     """Return the checkpoint of a step in a folder; ValueError with the nearest there is."""
 
-    def look() -> Path:
+    def look() -> Place:
         found = {int(p.name[5:].partition(".")[0]): p for p in mcore_ckpt.list_checkpoints(folder)}
         if not found:
             raise ValueError(

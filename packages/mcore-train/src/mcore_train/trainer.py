@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mcore_ckpt
 from mcore_ckpt import CheckpointError
+from mcore_ckpt.addresses import Place
 from mcore_train.callbacks import Callback
 from mcore_train.config import TrainConfig
 from mcore_train.local_start import find_local_start
@@ -48,7 +49,7 @@ class Trainer:
         self.progress = Progress()
         self.resumed = False
         self.resumed_locally = False
-        self.checkpoint: Path | None = None
+        self.checkpoint: Place | None = None
         self.stop_requested = False
         self.train_step: TrainStep = step or Step(session)
 
@@ -104,14 +105,14 @@ class Trainer:
 
     def save(
         self,
-        directory: Path,
+        directory: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
         compression: str | None = None,
         file_bytes: int | None = None,
-    ) -> Path:
-        """Save the whole state below `directory`; returns when it is durable."""
+    ) -> Place:
+        """Save the whole state below `directory` (or an address); returns when it is durable."""
         what = self.what_to_save()
         path = mcore_ckpt.save(
             directory,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_ckpt.addresses import Place, absolute, place
 from mcore_ckpt.convert import check_target
 from mcore_ckpt.opening import TOKENIZER, open_weights
 from mcore_ckpt.sinks import CheckpointSink
@@ -28,7 +28,7 @@ def upcycle(
     *,
     layers: Collection[int] | None = None,
     seed: int = 1234,
-) -> Path:
+) -> Place:
     """Write a dense model as one with experts that computes the same; return the checkpoint.
 
     One tensor is in memory at a time. Training begins with it by `checkpoint.load` with
@@ -43,9 +43,8 @@ def upcycle(
         ValueError: the experts asked for would not compute the same; something is at `directory`.
         CheckpointError: the source is damaged, or the disk refuses.
     """
-    directory = Path(directory).absolute()
-    check_target("native", directory)
-    weights = open_weights("auto", Path(source), None, moments=False)
+    check_target("native", absolute(directory))
+    weights = open_weights("auto", place(source), None, moments=False)
     dense = from_tree(ModelConfig, dict(weights.model))
     for name in moe:
         known = [field.name for field in fields(MoEConfig)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt import AsyncSaver, CheckpointError
+from mcore_ckpt.addresses import Place
 from mcore_ckpt.local import save_local
 from mcore_train.callbacks.base import Callback
 from mcore_train.checkpoint_config import CheckpointConfig
@@ -152,7 +152,7 @@ class SaveCheckpoints(Callback):
         except CheckpointError as error:
             self._failed(trainer, step, error, last)
 
-    def _completed(self, trainer: Trainer, step: int, path: Path) -> None:
+    def _completed(self, trainer: Trainer, step: int, path: Place) -> None:
         trainer.checkpoint = path
         for callback in trainer.callbacks:
             callback.on_save(trainer, step, str(path))
