@@ -1,6 +1,8 @@
 """Who writes what: one writer for each chunk, balanced, near the data, within the memory bound."""
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from mcore_ckpt.alike import alike
 from mcore_ckpt.planning import WritePlan, describe, layouts_of, plan_save
-from mcore_parallel.layout import LayoutTensor, TensorLayout
+from mcore_parallel.layout import Fragment, LayoutTensor, TensorLayout
 
 Rank = dict[str, TensorLayout]
 
@@ -124,10 +126,10 @@ def test_ranks_that_hold_the_same_are_planned_as_one() -> None:
     ranks = [mixed(rank) for rank in range(8)]
     kinds = alike([describe_all(held) for held in ranks])
     assert [kind.ranks for kind in kinds] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    dense, expert, norm = kinds[1].stretches()
-    assert dense == (1, ((0, 4), (1, 4)))
-    assert expert == (2, ((1, 4), (3, 4)))
-    assert norm == (3, ((1, 8), (3, 8)))
+    dense, expert, norm = (list(kinds[1].replicas_of(cut)) for cut in range(3))
+    assert dense == [((0, 4), (1, 4))]
+    assert expert == [((1, 4), (3, 4))]
+    assert norm == [((1, 8), (3, 8))]
     plan = planned(ranks)
     total = sum(written(plan).values())
     assert set(written(plan)) == set(range(8))
@@ -139,16 +141,15 @@ def test_ranks_that_hold_the_same_are_planned_as_one() -> None:
 
 
 def test_replicas_may_begin_and_end_anywhere() -> None:
-    """Where runs of equal replicas end is another matter on each rank of a kind."""
+    """Tensors that are cut alike are the same replicas, or each another one on the same rank."""
     a, b = (TensorLayout.whole(f"model/{name}", (4, 4)) for name in "ab")
     ranks = [{"a": a.replicated(r, 2), "b": b.replicated(r, 2)} for r in (0, 1)]
     assert len(alike([describe_all(held) for held in ranks])) == 1
     assert sum(written(planned(ranks)).values()) == 2 * 16 * 4
     crossed = [{"a": a.replicated(r, 2), "b": b.replicated(1 - r, 2)} for r in (0, 1)]
-    assert alike([describe_all(held) for held in crossed])[0].stretches() == [
-        (1, ((0, 2), (1, 2))),
-        (2, ((1, 2), (0, 2))),
-    ]
+    (kind,) = alike([describe_all(held) for held in crossed])
+    assert list(kind.replicas_of(0)) == [((0, 2), (1, 2))]
+    assert list(kind.replicas_of(1)) == [((1, 2), (0, 2))]
     assert sum(written(planned(crossed)).values()) == 2 * 16 * 4
 
 
@@ -160,3 +161,54 @@ def test_replicas_that_are_no_replicas() -> None:
         planned([{"a": whole.replicated(0, 2)}])
     with pytest.raises(ValueError, match="one fragment has 2 replicas, another 3"):
         planned([{"a": whole.replicated(0, 2)}, {"a": whole.replicated(1, 3)}])
+
+
+def fused(rank: int) -> Rank:
+    """Rank of four with shards of many tensors one after the other, and a few apart."""
+    wholes = [TensorLayout.whole(f"model/{i}", (8, 6)) for i in range(5)]
+    bucket = TensorLayout.concat([whole.reshaped((48,)) for whole in wholes])
+    rows = [
+        TensorLayout.whole(f"exp_avg/{i}", (8, 6)).slice(0, 2 * rank, 2 * rank + 2) for i in "ab"
+    ]
+    empty = TensorLayout.whole("model/empty", (0, 6)).replicated(rank, 4)
+    return {
+        "bucket": bucket.flat_range(60 * rank, 60 * rank + 60),
+        "rows": TensorLayout.concat(rows),
+        "empty": empty,
+    }
+
+
+@pytest.mark.parametrize("hold", [mixed, fused])
+def test_the_copies_put_every_chunk_together(hold: Callable[[int], Rank]) -> None:
+    """Of tensors that are held alike one is planned: what is copied has to be right for each."""
+    held = {10 + rank: hold(rank) for rank in range(8 if hold is mixed else 4)}
+    names = sorted({f.name for of in held.values() for x in of.values() for f in x.fragments})
+    sources = {}
+    for rank, of_rank in held.items():
+        for key, layout in of_rank.items():
+            sources[rank, key] = local = torch.full(layout.shape, -1.0)
+            for f in layout.fragments:
+                local.as_strided(f.box.shape, f.strides, f.offset).copy_(values_of(f, names))
+    plan = planned(list(held.values()))
+    for batch in plan.rounds:
+        for chunk in batch.chunks:
+            info = plan.tensors[chunk.name]
+            buffer = torch.full(info.chunk_shape, -2.0)
+            for copy in batch.copies:
+                if copy.target.key == chunk.key:
+                    assert copy.target.rank == 10 + chunk.writer
+                    local, where = sources[copy.source.rank, copy.source.key], copy.source
+                    part = local.as_strided(copy.shape, where.strides, where.offset)
+                    target = buffer.as_strided(copy.shape, copy.target.strides, copy.target.offset)
+                    target.copy_(part)
+            box = info.grid.box(chunk.number)
+            whole = TensorLayout.box(chunk.name, info.shape, box).fragments[0]
+            assert buffer[tuple(map(slice, box.shape))].equal(values_of(whole, names))
+
+
+def values_of(fragment: Fragment, names: list[str]) -> torch.Tensor:
+    """Return what a box of a tensor holds: no two elements the same."""
+    numel = math.prod(fragment.global_shape)
+    whole = torch.arange(float(numel)).reshape(fragment.global_shape)
+    where = zip(fragment.box.start, fragment.box.stop, strict=True)
+    return whole[tuple(slice(a, b) for a, b in where)] + 1000 * names.index(fragment.name)

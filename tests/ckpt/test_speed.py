@@ -57,36 +57,47 @@ def test_planning_for_thousands_of_ranks() -> None:
     assert cpu_seconds(lambda: plan_save(alike(described), range(4096), **bounds)) < 10
 
 
-def ordinary_shard(names: range, shard: int) -> dict[str, Any]:
-    """What a rank describes of some matrices that are cut in eight, in rows or columns."""
+def ordinary_shard(names: range, rank: int) -> dict[str, Any]:
+    """What a rank describes of some tensors: matrices cut in eight, rows or columns, and vectors.
+
+    Tensor-parallel 8, 8 stages, 64 replicas of each; of the vectors, which all eight hold, 512.
+    """
+    shard, replica = rank % 8, rank // 64
     cuts = []
     for dim in (0, 1):
         whole = TensorLayout.whole("w", (1024, 256))
         size = whole.shape[dim] // 8
-        layout = whole.slice(dim, size * shard, size * shard + size)
-        cuts.append(describe({"w": LayoutTensor(torch.empty(layout.shape), layout)})["w"])
+        cuts.append(whole.slice(dim, size * shard, size * shard + size).replicated(replica, 64))
+    vector = TensorLayout.whole("w", (1024,))
+    cuts.append(vector.replicated(replica * 8 + shard, 512))
+    described = [
+        describe({"w": LayoutTensor(torch.empty(layout.shape), layout)})["w"] for layout in cuts
+    ]
     return {
         f"{i}": {
-            **cuts[i % 2],
-            "fragments": [[f"model/layers.{i}.w", *row[1:]] for row in cuts[i % 2]["fragments"]],
+            **described[i % 3],
+            "fragments": [
+                [f"model/layers.{i}.w", *row[1:]] for row in described[i % 3]["fragments"]
+            ],
         }
         for i in names
     }
 
 
 def test_planning_for_thousands_of_ranks_in_an_ordinary_layout() -> None:
-    """100,000 tensors over 4,096 ranks: tensor-parallel 8, 8 stages, 64 replicas of each."""
+    """100,000 tensors over 4,096 ranks."""
     stages = [range(stage * 12_500, (stage + 1) * 12_500) for stage in range(8)]
-    shared = [split(ordinary_shard(names, shard))[0] for names in stages for shard in range(8)]
+    shared = [split(ordinary_shard(stages[rank // 8], rank))[0] for rank in range(64)]
     digests = [digest_of(description) for description in shared]
-    of_rank = [rank % 64 for rank in range(4096)]
     kinds = grouped(
-        [shared[kind] for kind in of_rank],
-        [digests[kind] for kind in of_rank],
-        [[[rank // 64, 64, 12_500]] for rank in range(4096)],
+        [shared[rank % 64] for rank in range(4096)],
+        [digests[rank % 64] for rank in range(4096)],
+        [split(ordinary_shard(stages[rank % 64 // 8][:3], rank))[1] for rank in range(4096)],
     )
     bounds = {"chunk_bytes": 8 << 20, "exchange_bytes": 256 << 20}
-    assert cpu_seconds(lambda: plan_save(kinds, range(4096), **bounds)) < 10
+    plans = []
+    assert cpu_seconds(lambda: plans.append(plan_save(kinds, range(4096), **bounds))) < 10
+    assert len(plans[0].tensors) == 100_000
 
 
 def test_planning_from_one_cut_to_another() -> None:

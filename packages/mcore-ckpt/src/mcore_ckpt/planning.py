@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt.alike import Alike, check_kinds, fragment
+from mcore_ckpt.alike import Alike
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.dtypes import stored_type
-from mcore_ckpt.grid import Grid, chunk_shape, file_shape
+from mcore_ckpt.grid import chunk_shape, file_shape
+from mcore_ckpt.holdings import Tensor, check_holdings, find_holdings
 from mcore_ckpt.manifest import TensorInfo
 from mcore_ckpt.names import check_tensor_names
 from mcore_parallel.layout import (
@@ -22,9 +23,8 @@ from mcore_parallel.layout import (
     Copy,
     Fragment,
     LayoutTensor,
+    Place,
     TensorLayout,
-    plan,
-    row_major_strides,
 )
 from mcore_parallel.layout.plan import collecting_paused
 
@@ -101,10 +101,23 @@ def layouts_of(description: Mapping[str, Any]) -> dict[str, TensorLayout]:
     """Return the layouts that `describe` wrote down, by local key."""
     return {
         key: TensorLayout(
-            shape=tuple(entry["shape"]), fragments=tuple(map(fragment, entry["fragments"]))
+            shape=tuple(entry["shape"]), fragments=tuple(map(_fragment, entry["fragments"]))
         )
         for key, entry in description.items()
     }
+
+
+def _fragment(row: Sequence[Any]) -> Fragment:
+    name, global_shape, start, shape, offset, strides, replica, count = row
+    return Fragment(
+        name=name,
+        global_shape=tuple(global_shape),
+        box=Box(tuple(start), tuple(shape)),
+        offset=offset,
+        strides=tuple(strides),
+        replica=replica,
+        num_replicas=count,
+    )
 
 
 def plan_save(
@@ -128,70 +141,72 @@ def plan_save(
             exactly once per replica; names the tensor.
     """
     with collecting_paused():
-        descriptions = {kind.ranks[0]: kind.description for kind in kinds}
-        tensors = tensor_table(descriptions, chunk_bytes, codec, file_bytes)
+        tensors = find_holdings(
+            kinds, lambda dtype, shape: tensor_info(dtype, shape, chunk_bytes, codec, file_bytes)
+        )
         check_tensor_names(tensors)
-        check_kinds(kinds)
-        boxes = _boxes(tensors)
-        chunks = _assign(tensors, boxes, kinds, len(ranks))
-        copies = _copies(tensors, boxes, chunks, kinds, ranks)
-        rounds = tuple(_rounds(chunks, copies, tensors, exchange_bytes))
-        return WritePlan(tensors=tensors, rounds=rounds)
+        check_holdings(tensors)
+        chunks = _assign(tensors, kinds, len(ranks))
+        return WritePlan(
+            tensors={name: tensor.held.info for name, tensor in tensors.items()},
+            rounds=tuple(_rounds(chunks, tensors, kinds, ranks, exchange_bytes)),
+        )
 
 
-def _copies(
-    tensors: Mapping[str, TensorInfo],
-    boxes: Mapping[Grid, Sequence[Box]],
+def _rounds(
     chunks: Sequence[Chunk],
+    tensors: Mapping[str, Tensor],
     kinds: Sequence[Alike],
     ranks: Sequence[int],
-) -> list[Copy]:
-    """Return what is copied where to put the chunks together.
+    exchange_bytes: int,
+) -> list[Round]:
+    """Return the rounds in which the chunks are written, with the copies that it takes.
 
-    The ranks that stand at the same place within their kinds do it among themselves: together they
-    hold everything that they are to write, each other element once.
+    The ranks that stand at the same place within their kinds copy among themselves: together they
+    hold everything that they are to write, each other element once. Of kinds that hold the same
+    part, the one takes a copy whose rank there has sent least so far.
     """
-    place = {rank: i for kind in kinds for i, rank in enumerate(kind.ranks)}
-    holders: dict[str, list[tuple[Alike, str]]] = defaultdict(list)
-    for kind in kinds:
-        for key, layout in kind.layouts.items():
-            for name in {f.name for f in layout.fragments}:
-                holders[name].append((kind, key))
-    written: dict[int, list[Chunk]] = defaultdict(list)
+    members = [[ranks[rank] for rank in kind.ranks] for kind in kinds]
+    where = {
+        rank: (number, place)
+        for number, kind in enumerate(kinds)
+        for place, rank in enumerate(kind.ranks)
+    }
+    sent: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # by place and kind
+    staged: dict[int, int] = defaultdict(int)
+    current: dict[int, int] = defaultdict(int)
+    rounds: list[tuple[list[Chunk], list[Copy]]] = []
     for chunk in chunks:
-        written[place[chunk.writer]].append(chunk)
-    copies: list[Copy] = []
-    for at, some in sorted(written.items()):
-        sources: dict[int, dict[str, TensorLayout]] = defaultdict(dict)
-        for name in {chunk.name for chunk in some}:
-            for kind, key in holders[name]:
-                rank = ranks[kind.ranks[at % len(kind.ranks)]]
-                sources[rank][key] = kind.layouts[key]
-        targets: dict[int, dict[str, TensorLayout]] = defaultdict(dict)
-        for chunk in some:
-            info = tensors[chunk.name]
-            layout = _chunk_layout(chunk.name, info, boxes[info.files][chunk.number])
-            targets[ranks[chunk.writer]][chunk.key] = layout
-        copies += plan(sources, targets)
-    return copies
-
-
-def _chunk_layout(name: str, info: TensorInfo, box: Box) -> TensorLayout:
-    """Return the layout of a buffer of full chunk shape; beyond the tensor's edge is padding."""
-    fragment = Fragment(
-        name=name,
-        global_shape=info.shape,
-        box=box,
-        offset=0,
-        strides=row_major_strides(info.files.chunk_shape),
-    )
-    return TensorLayout(shape=info.files.chunk_shape, fragments=(fragment,))
-
-
-def _boxes(tensors: Mapping[str, TensorInfo]) -> dict[Grid, list[Box]]:
-    """Return the boxes of the chunks of every grid that occurs: there are few, of many tensors."""
-    grids = {info.files for info in tensors.values()}
-    return {grid: [grid.box(number) for number in range(grid.num_chunks)] for grid in grids}
+        held, keys, offsets = tensors[chunk.name]
+        writer, size = chunk.writer, held.file_bytes
+        if staged[writer] and staged[writer] + size > exchange_bytes:
+            current[writer] += 1
+            staged[writer] = 0
+        staged[writer] += size
+        if current[writer] == len(rounds):
+            rounds.append(([], []))
+        some_chunks, copies = rounds[current[writer]]
+        some_chunks.append(chunk)
+        kind, place = where[writer]
+        of_place, rank, key, name = sent[place], ranks[writer], chunk.key, chunk.name
+        for box, numel, offset, strides, origins in held.pieces(chunk.number, kind):
+            origin = origins[0]
+            if len(origins) > 1:
+                origin = min(origins, key=lambda origin: of_place[origin.kind])
+            some = members[origin.kind]
+            source = some[place % len(some)]
+            if source != rank:
+                of_place[origin.kind] += numel
+            begin = offsets[origin.part] + origin.distance
+            copies.append(
+                Copy(
+                    name,
+                    box,
+                    Place(source, keys[origin.part], begin, origin.strides),
+                    Place(rank, key, offset, strides),
+                )
+            )
+    return [Round(chunks=tuple(some), copies=tuple(copies)) for some, copies in rounds]
 
 
 def tensor_table(
@@ -237,28 +252,18 @@ def tensor_info(
     return TensorInfo(dtype=dtype, shape=shape, chunk_shape=cut, codec=codec, file_shape=files)
 
 
-def _assign(
-    tensors: Mapping[str, TensorInfo],
-    boxes: Mapping[Grid, Sequence[Box]],
-    kinds: Sequence[Alike],
-    num_ranks: int,
-) -> list[Chunk]:
+def _assign(tensors: Mapping[str, Tensor], kinds: Sequence[Alike], num_ranks: int) -> list[Chunk]:
     """Give each chunk one writer: where most of it is, with no rank writing much more than others.
 
     First every chunk goes to the rank that holds most of it; of replicas, to the one with the least
     to write so far, large chunks first. Then ranks above the average hand chunks over, those first
     that they hold least of.
     """
-    first: dict[str, int] = {}  # number of a tensor's first chunk among all chunks
-    names: list[str] = []
     size: list[int] = []
-    for name, info in tensors.items():
-        first[name] = len(size)
-        itemsize = stored_type(info.dtype).itemsize
-        for box in boxes[info.files]:
-            names.append(name)
-            size.append(box.numel * itemsize)
-    held = _held_elements(tensors, first, len(size), kinds)
+    held: list[dict[int, int]] = []  # for each chunk, how many of its elements which kinds hold
+    for tensor in tensors.values():
+        size += tensor.held.sizes
+        held += tensor.held.elements
     load = [0] * num_ranks
     writer = [0] * len(size)
     kind_of = {rank: number for number, kind in enumerate(kinds) for rank in kind.ranks}
@@ -286,63 +291,9 @@ def _assign(
             writer[chunk] = idle
             heapq.heapreplace(by_load, (load[idle], idle))
             # The giver's entry is too high now; it only makes the giver look busier than it is.
-    return [Chunk(name, i - first[name], writer[i]) for i, name in enumerate(names)]
-
-
-def _held_elements(
-    tensors: Mapping[str, TensorInfo],
-    first: Mapping[str, int],
-    num_chunks: int,
-    kinds: Sequence[Alike],
-) -> list[dict[int, int]]:
-    """Return, for each chunk, how many of its elements ranks of each kind hold."""
-    elements: list[dict[int, int]] = [{} for _ in range(num_chunks)]
-    grids = {name: info.files for name, info in tensors.items()}
-    counted: dict[tuple[Grid, Box], list[tuple[int, int]]] = {}  # once for tensors cut alike
-    for number_of_kind, kind in enumerate(kinds):
-        for layout in kind.layouts.values():
-            for part in layout.fragments:
-                cut = (grids[part.name], part.box)
-                counts = counted.get(cut)
-                if counts is None:
-                    counts = counted[cut] = list(_common_elements(*cut))
-                begin = first[part.name]
-                for number, count in counts:
-                    holders = elements[begin + number]
-                    holders[number_of_kind] = holders.get(number_of_kind, 0) + count
-    return elements
-
-
-def _common_elements(grid: Grid, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the chunks that share elements with a box, and how many."""
-    for number in grid.overlapping(box):
-        common = grid.box(number).intersect(box)
-        assert common is not None
-        yield number, common.numel
-
-
-def _rounds(
-    chunks: Sequence[Chunk],
-    copies: Sequence[Copy],
-    tensors: Mapping[str, TensorInfo],
-    exchange_bytes: int,
-) -> Iterator[Round]:
-    staged: dict[int, int] = defaultdict(int)
-    current: dict[int, int] = defaultdict(int)
-    round_of: dict[str, int] = {}
-    for chunk in chunks:
-        size = tensors[chunk.name].file_bytes
-        if staged[chunk.writer] and staged[chunk.writer] + size > exchange_bytes:
-            current[chunk.writer] += 1
-            staged[chunk.writer] = 0
-        staged[chunk.writer] += size
-        round_of[chunk.key] = current[chunk.writer]
-    count = max(round_of.values(), default=-1) + 1
-    chunks_by_round: list[list[Chunk]] = [[] for _ in range(count)]
-    copies_by_round: list[list[Copy]] = [[] for _ in range(count)]
-    for chunk in chunks:
-        chunks_by_round[round_of[chunk.key]].append(chunk)
-    for copy in copies:
-        copies_by_round[round_of[copy.target.key]].append(copy)
-    for some_chunks, some_copies in zip(chunks_by_round, copies_by_round, strict=True):
-        yield Round(chunks=tuple(some_chunks), copies=tuple(some_copies))
+    writers = iter(writer)
+    return [
+        Chunk(name, number, next(writers))
+        for name, tensor in tensors.items()
+        for number in range(len(tensor.held.sizes))
+    ]

@@ -28,7 +28,7 @@ class Plans:
         self,
         description: Mapping[str, Any],
         digests: Sequence[str],
-        replicas: Sequence[Runs],
+        replicas: Sequence[Sequence[Runs]],
         group: Group,
         what: str,
         *,
