@@ -45,6 +45,30 @@ def test_a_backward_pass_in_the_block_changes_no_record(again: bool) -> None:
     torch.testing.assert_close(results[1], hidden.grad)
 
 
+@pytest.mark.parametrize("outer", ["recorded", "replayed"])
+def test_what_is_replayed_is_recorded(outer: str) -> None:
+    """Whichever block is within the other; the innermost record of several is the one followed."""
+    old, new = make(CONFIG), make(CONFIG)
+    with torch.no_grad():
+        new.router.weight += 0.5 * random(E, H, seed=7)
+    context, rows = TokenContext(batch=batch_of(torch.ones(12), [0, 12])), torch.arange(12)
+    with recorded(old) as record:
+        old(random(12, H), context)
+    with recorded(new) as own:
+        new(random(12, H), context)
+    assert not torch.equal(own.find(0, rows), record.find(0, rows))
+    with ExitStack() as stack:
+        if outer == "recorded":
+            again = stack.enter_context(recorded(new))
+        stack.enter_context(replayed(new, own))
+        stack.enter_context(replayed(new, record))
+        if outer == "replayed":
+            again = stack.enter_context(recorded(new))
+        new(random(12, H), context)
+    assert torch.equal(again.find(0, rows), record.find(0, rows))
+    assert new.router.replay is None
+
+
 def test_what_fills_up_a_share_is_no_token_of_the_record() -> None:
     """It has number 0, which is that of a token of another rank, or of none at all."""
     layer, hidden = make(CONFIG), random(7, H)

@@ -4,8 +4,10 @@ Reinforcement learning needs it: what an engine generated is trained on with the
 engine chose, although the trainer's rounding would choose others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -85,22 +87,21 @@ class RouterRecord:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[RouterRecord]:
-    """Within the block, take down what the model's routers choose.
+    """Within the block, take down what the model's routers choose, or are told to choose.
 
     A backward pass in the block changes nothing: layers that are recomputed choose as before. What
     only fills up shares of documents is no token, and left out.
     """
     record = RouterRecord()
 
-    def take(layer: int, tokens: RoutedTokens, experts: Tensor) -> Tensor:
+    def take(layer: int, tokens: RoutedTokens, experts: Tensor) -> None:
         rows, valid, real = tokens.rows(), tokens.weights(torch.float32), _real(tokens)
         if real is None:
             record.add(layer, rows, experts, valid)
         else:
             record.add(layer, rows[real], experts[real], valid[real])
-        return experts
 
-    with _replay(model, take):
+    with _choices(model, lambda choices: replace(choices, takes=(*choices.takes, take))):
         yield record
 
 
@@ -124,7 +125,7 @@ def replayed(model: nn.Module, record: RouterRecord) -> Iterator[None]:
             return found  # refused by the router
         return experts.index_put((real,), found)
 
-    with _replay(model, give):
+    with _choices(model, lambda choices: replace(choices, give=give)):
         yield
 
 
@@ -134,12 +135,29 @@ def _real(tokens: RoutedTokens) -> Tensor | None:
     return None if real is None else real[tokens.mine]
 
 
+_Take: TypeAlias = Callable[[int, RoutedTokens, Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choices:
+    """A `Replay`: the innermost `give` decides, and all `takes` see what it is in the end."""
+
+    give: Replay | None = None
+    takes: tuple[_Take, ...] = ()
+
+    def __call__(self, layer: int, tokens: RoutedTokens, experts: Tensor, /) -> Tensor:
+        chosen = experts if self.give is None else self.give(layer, tokens, experts)
+        for take in self.takes:
+            take(layer, tokens, chosen)
+        return chosen
+
+
 @contextmanager
-def _replay(model: nn.Module, replay: Replay) -> Iterator[None]:
+def _choices(model: nn.Module, change: Callable[[_Choices], _Choices]) -> Iterator[None]:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     before = [router.replay for router in routers]
-    for router in routers:
-        router.replay = replay
+    for router, old in zip(routers, before, strict=True):
+        router.replay = change(old if isinstance(old, _Choices) else _Choices(give=old))
     try:
         yield
     finally:
