@@ -63,6 +63,30 @@ def test_parameters_and_non_contiguous_tensors(tmp_path: Path) -> None:
     assert torch.equal(opened["model/t"], value.T)
 
 
+def test_lazily_conjugated_and_negated(tmp_path: Path) -> None:
+    """What is stored is what the tensor shows, in the background and of whole chunks, too."""
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    shown = {"model/conj": value.conj(), "model/neg": value.conj().imag}
+    assert shown["model/conj"].is_conj()
+    assert shown["model/neg"].is_neg()
+    save(tmp_path, {name: whole(name, tensor) for name, tensor in shown.items()})
+    with mcore_ckpt.AsyncSaver() as saver:
+        tensors = {name: whole(name, tensor) for name, tensor in shown.items()}
+        saver.save(tmp_path, step=9, tensors=tensors)
+    for path in mcore_ckpt.list_checkpoints(tmp_path):
+        opened = mcore_ckpt.open(path)
+        for name, tensor in shown.items():
+            assert opened[name].tolist() == tensor.tolist()
+
+
+def test_tensors_without_elements_in_memory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="w is on the meta device and has no values"):
+        save(tmp_path, {"w": whole("model/w", torch.zeros(2, device="meta"))})
+    with pytest.raises(ValueError, match=r"w is torch.sparse_coo: save its dense form"):
+        save(tmp_path, {"w": whole("model/w", torch.eye(2).to_sparse())})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -133,6 +157,8 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"step": -1}, "step -1 must be a whole number from 0 on"),
+        ({"step": True}, "step True must be a whole number from 0 on"),
+        ({"state": [1]}, "state is a list; it is a mapping"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0; nearest valid: 1"),
         ({"exchange_bytes": 0}, "exchange_bytes is 0; nearest valid: 1"),
     ],
@@ -161,6 +187,9 @@ def test_files(tmp_path: Path) -> None:
         save(tmp_path / "run", {}, files={"x": tmp_path / "nowhere"})
     with pytest.raises(ValueError, match=r"two attached files are called 'tokenizer/model\.bin'"):
         save(tmp_path / "run", {}, files={"tokenizer": source, "tokenizer/model.bin": b""})
+    for files in ({"a": b"", "a/b": b""}, {"a/b": b"", "a": b""}):
+        with pytest.raises(ValueError, match="'a' is an attached file, and a directory in 'a/b'"):
+            save(tmp_path / "run", {}, files=files)
 
 
 def test_a_failed_save_leaves_the_older_one_and_no_rubbish(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ def collect_files(files: Mapping[str, Path | bytes]) -> dict[str, bytes]:
         check_path(name, "file name")
         if name in contents:
             raise ValueError(f"two attached files are called {name!r}")
+        parts = name.split("/")
+        above = {"/".join(parts[:i]) for i in range(1, len(parts))} & contents.keys()
+        below = {other for other in contents if other.startswith(f"{name}/")}
+        for one, other in [*((at, name) for at in above), *((name, at) for at in below)]:
+            raise ValueError(f"{one!r} is an attached file, and a directory in {other!r}")
         contents[name] = data
 
     for name, source in files.items():

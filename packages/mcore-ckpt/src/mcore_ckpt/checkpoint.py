@@ -111,7 +111,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         where = self._storage.location(path)
         try:
             data = self._storage.get(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise CheckpointError(f"{where} is missing") from None
         if sha256(data) != expected.sha256:
             raise CheckpointError(f"{where} is damaged: its hash is not the manifest's")

@@ -114,7 +114,7 @@ def scan(storage: Readable) -> list[StepDirectory]:
 def _status(storage: Readable, name: str) -> Status:
     try:  # first: in object storage a list costs more than an object
         marker = Marker.decode(storage.get(f"{name}/{MARKER}"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         entries = storage.entries(name)
     else:
         return Status.COMMITTED if marker else Status.DAMAGED
@@ -243,7 +243,7 @@ def read_manifest_bytes(storage: Readable, name: str) -> bytes:
     def get(file: str) -> bytes:
         try:
             return storage.get(f"{name}/{file}")
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise CheckpointError(f"{where}: {file} is missing") from None
 
     marker, data = Marker.decode(get(MARKER)), get(MANIFEST)

@@ -7,12 +7,15 @@ stored as their bits (`uint16`, `uint8`); the attribute `dtype` of the array nam
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from mcore_parallel.layout import LayoutTensor
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("mcore_ckpt needs a little-endian machine")
@@ -93,6 +96,22 @@ def stored_type(dtype: torch.dtype | str) -> StoredType:
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether loading may turn `source` into `target`: equal, or both floating point."""
     return source == target or (source.is_floating_point and target.is_floating_point)
+
+
+def check_dense(tensors: Mapping[str, LayoutTensor]) -> None:
+    """Raise ValueError for a tensor whose elements are not all in memory; names its key."""
+    for key, value in tensors.items():
+        if value.tensor.is_meta:
+            raise ValueError(
+                f"{key} is on the meta device and has no values: load or fill it first"
+            )
+        if value.tensor.layout is not torch.strided:
+            raise ValueError(f"{key} is {value.tensor.layout}: save its dense form, .to_dense()")
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements on the CPU, row-major, conjugates and negatives as they are seen."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:

@@ -25,8 +25,10 @@ def make_request(
     file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return what one rank tells the others before a save; ValueError when it cannot be saved."""
-    if not isinstance(step, int) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"step {step!r} must be a whole number from 0 on")
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state is a {type(state).__name__}; it is a mapping of names to values")
     check_retention(keep_last, keep_every)
     for name, value in (("chunk_bytes", chunk_bytes), ("exchange_bytes", exchange_bytes)):
         if value < 1:

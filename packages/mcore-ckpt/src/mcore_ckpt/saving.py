@@ -24,7 +24,7 @@ from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint, retain
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import ArrayDocuments
-from mcore_ckpt.dtypes import stored_type, to_numpy
+from mcore_ckpt.dtypes import check_dense, plain, stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
@@ -114,6 +114,7 @@ def save(
     opened: list[Storage] = []
 
     def ask() -> dict[str, Any]:
+        check_dense(tensors)
         if storage is None:
             check_shared(directory, group.size)
         opened.append(storage or storage_at(directory))
@@ -174,7 +175,7 @@ def _retain(storage: Storage, name: str, keep_last: int | None, keep_every: int 
 
 
 def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
-    return {key: value.tensor.detach().cpu().contiguous() for key, value in tensors.items()}
+    return {key: plain(value.tensor) for key, value in tensors.items()}
 
 
 @dataclass(kw_only=True)

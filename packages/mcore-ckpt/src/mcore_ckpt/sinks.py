@@ -17,7 +17,7 @@ from mcore_ckpt.codecs import Codec
 from mcore_ckpt.commit import begin, remove_checkpoint
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import array_document, encode
-from mcore_ckpt.dtypes import stored_type, to_numpy
+from mcore_ckpt.dtypes import plain, stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import TensorInfo, check_json
@@ -101,7 +101,7 @@ class CheckpointSink:
         if info.grid.num_chunks:
             self._writer.put(f"{stored}/{DOCUMENT}", encode(array_document(info)))
         checksums: dict[int, int] = {}
-        chunks = _chunks(f"{self._name}/{stored}", info, value.detach().cpu())
+        chunks = _chunks(f"{self._name}/{stored}", info, value)
         for batch in _batches(chunks, info):
             for chunk in batch:
                 self._writer.wrote(f"{stored}/{info.files.key(chunk.number)}")
@@ -161,7 +161,7 @@ def _info(
 
 def _chunks(array: str, info: TensorInfo, value: torch.Tensor) -> Iterator[ChunkData]:
     """Yield a tensor's files: those at the edge in full, filled up with zeros."""
-    elements, files = to_numpy(value.contiguous()), info.files
+    elements, files = to_numpy(plain(value)), info.files
     for number in range(files.num_chunks):
         box = files.box(number)
         part = elements[box.slices]

@@ -189,5 +189,5 @@ def _decoded(
 def _get(storage: Readable, path: str) -> bytes | None:
     try:
         return storage.get(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None

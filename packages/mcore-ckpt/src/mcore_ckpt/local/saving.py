@@ -16,6 +16,7 @@ import torch
 from mcore_ckpt.addresses import local_path
 from mcore_ckpt.advice import with_advice
 from mcore_ckpt.agreement import together
+from mcore_ckpt.dtypes import check_dense
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.local.share import PART, ShareName, publish, write_share
 from mcore_ckpt.planning import describe
@@ -60,7 +61,7 @@ def save_local(
     folder = local_path(directory).absolute()
     group = (group or Group.single()).cpu
     what = f"saving step {step} to {folder} failed, nothing was saved there"
-    state = dict(state or {})
+    state = {} if state is None else state
 
     def ask() -> dict[str, Any]:
         if copies < 0:
@@ -73,6 +74,7 @@ def save_local(
             exchange_bytes=piece_bytes,
             state=state,
         )
+        check_dense(tensors)
         describe(tensors)  # finds what cannot be saved while all ranks listen
         own = {"save": uuid.uuid4().hex[:16], "host": host or socket.gethostname()}
         return {**request, **own, "copies": copies}

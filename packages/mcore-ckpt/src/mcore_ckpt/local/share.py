@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt.checksum import crc32
-from mcore_ckpt.dtypes import from_numpy, stored_type, to_numpy
+from mcore_ckpt.dtypes import from_numpy, plain, stored_type, to_numpy
 from mcore_ckpt.errors import CheckpointError
 from mcore_parallel.layout import LayoutTensor
 
@@ -99,9 +99,7 @@ def write_share(
     state: Mapping[str, Any],
 ) -> Path:
     """Write a rank's tensors durably and return the path; OSError when the disk refuses."""
-    values = {
-        key: to_numpy(held.tensor.detach().cpu().contiguous()) for key, held in tensors.items()
-    }
+    values = {key: to_numpy(plain(held.tensor)) for key, held in tensors.items()}
     entries: dict[str, dict[str, Any]] = {}
     offset = 0
     for key, array in values.items():
