@@ -39,7 +39,8 @@ def test_it_prints_as_what_it_is() -> None:
         "paged_attention=reference, "
         "cross_entropy=eager, moe_route=reference, moe_permute=reference, "
         "grouped_linear=reference, causal_conv1d=reference, ssd_scan=chunked, "
-        "gated_delta_rule=chunked, quantize=reference, fp8_matmul=reference, adam=reference, "
+        "gated_delta_rule=chunked, quantize=reference, fp8_matmul=reference, "
+        "fp8_grouped=reference, adam=reference, "
         "grad_stats=reference, sample=reference)"
     )
 

@@ -42,6 +42,7 @@ class KernelConfig:
     gated_delta_rule: str = AUTO
     quantize: str = AUTO
     fp8_matmul: str = AUTO
+    fp8_grouped: str = AUTO
     adam: str = AUTO
     grad_stats: str = AUTO
     sample: str = AUTO

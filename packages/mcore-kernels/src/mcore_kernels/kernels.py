@@ -14,6 +14,7 @@ from mcore_kernels.protocols import (
     AddRmsNormOp,
     AttentionOp,
     CausalConv1dOp,
+    Fp8GroupedOp,
     Fp8MatmulOp,
     GatedDeltaRuleOp,
     GeluOp,
@@ -72,6 +73,7 @@ class Kernels:
     gated_delta_rule: GatedDeltaRuleOp = field(init=False, compare=False)
     quantize: QuantizeOp = field(init=False, compare=False)
     fp8_matmul: Fp8MatmulOp = field(init=False, compare=False)
+    fp8_grouped: Fp8GroupedOp = field(init=False, compare=False)
     adam: AdamOp = field(init=False, compare=False)
     grad_stats: GradStatsOp = field(init=False, compare=False)
     sample: SampleOp = field(init=False, compare=False)

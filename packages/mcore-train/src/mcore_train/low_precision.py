@@ -13,10 +13,11 @@ class LowPrecisionConfig:
 
     `recipe` is that of all linear layers whose modules match one of `modules`
     (`layers.3.attention.qkv`, `layers.3.mlp.down` and so on; `*` stands for any text, also with
-    dots), but for those that match one of `keep` and for the `first` and `last` layers. The head is
-    never among them, nor are routers and the products of experts. `microscaling` takes the place of
-    `recipe`: formats of Blackwell, emulated. `emulate` computes the same numbers where the device
-    cannot multiply so.
+    dots), but for those that match one of `keep` and for the `first` and `last` layers, with which
+    the depths of multi-token prediction behind the last are left out. The head is never among them,
+    nor are routers; the products of experts are (`layers.*.experts.*`).
+    `microscaling` takes the place of `recipe`: formats of Blackwell, emulated, and not of experts.
+    `emulate` computes the same numbers where the device cannot multiply so.
     """
 
     recipe: Fp8Recipe = field(default_factory=Fp8Recipe)
@@ -63,6 +64,8 @@ class LowPrecisionConfig:
         """The rules for the modules of a model; what decides stands first."""
         ends = (*range(self.first), *range(model.num_layers - self.last, model.num_layers))
         kept = (*self.keep, *(f"layers.{index}.*" for index in ends))
+        if self.last and model.mtp is not None:
+            kept = (*kept, "mtp.*")
         return PrecisionRules(
             recipes={"low": self.chosen},
             rules=(

@@ -85,7 +85,7 @@ class Session:
 
     The model holds this rank's part under `mesh`; the same config gives the same global weights
     under every mesh. `scaler` scales the loss in fp16, and is None in other precisions;
-    `low_precision` is None where no linear layer multiplies in few bits.
+    `low_precision` is None where the config has none.
     """
 
     config: TrainConfig
@@ -175,7 +175,13 @@ def _use_low_precision(model: GPT, config: TrainConfig) -> LowPrecision | None:
     low = config.low_precision
     if low is None:
         return None
-    return use_low_precision(model, low.rules(config.model), emulate=low.emulate)
+    found = use_low_precision(model, low.rules(config.model), emulate=low.emulate)
+    if found is None:
+        raise ValueError(
+            f"low_precision: keep={list(low.keep)}, first={low.first} and last={low.last} leave no "
+            "linear layer to multiply in few bits: keep fewer, or leave low_precision out"
+        )
+    return found
 
 
 def _units(model: GPT) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from mcore_kernels.protocols.dense import (
 from mcore_kernels.protocols.dtypes import accumulation_dtype, rounded
 from mcore_kernels.protocols.loss import VocabLossOp
 from mcore_kernels.protocols.moe import GroupedLinearOp, MoePermuteOp, MoeRouteOp
-from mcore_kernels.protocols.quant import Fp8MatmulOp, QuantizeOp
+from mcore_kernels.protocols.quant import Fp8GroupedOp, Fp8MatmulOp, QuantizeOp
 from mcore_kernels.protocols.state_space import CausalConv1dOp, GatedDeltaRuleOp, SsdScanOp
 from mcore_kernels.protocols.step import AdamOp, GradStatsOp, SampleOp
 
@@ -36,6 +36,7 @@ __all__ = [
     "AddRmsNormOp",
     "AttentionOp",
     "CausalConv1dOp",
+    "Fp8GroupedOp",
     "Fp8MatmulOp",
     "GatedDeltaRuleOp",
     "GeluOp",

@@ -74,10 +74,11 @@ def dequantize(data: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 @dataclass(frozen=True)
 class DelayedScale:
-    """A scale from the largest absolute values of the steps before.
+    """Scales from the largest absolute values of the steps before.
 
-    `history` float32 [steps + 1]: place 0 collects the step that runs, the others are of earlier
-    ones, the latest first; 0 stands for none. It is the state: save it, or register it as a buffer.
+    `history` float32 [steps + 1], or [N, steps + 1] for N scales: place 0 collects the step that
+    runs, the others are of earlier ones in which there were numbers, the latest first; 0 stands for
+    none. It is the state: save it, or register it as a buffer.
     """
 
     history: Tensor
@@ -90,21 +91,31 @@ class DelayedScale:
     def scale(
         self, fmt: Format, *, latest: bool = False, margin: int = 0, power_of_two: bool = False
     ) -> Tensor:
-        """The scale [1, 1] of the step that runs: of the largest before, or of the `latest`."""
+        """The scales [N, 1] of the step that runs: of the largest before, or of the `latest`."""
         amax = self.before(latest=latest)
-        return scale_of(amax, fmt, margin=margin, power_of_two=power_of_two).view(1, 1)
+        return scale_of(amax, fmt, margin=margin, power_of_two=power_of_two).view(-1, 1)
 
     def before(self, *, latest: bool = False) -> Tensor:
-        """The largest absolute value of the steps before [1], or of the `latest`; 0 for none."""
-        return self.history[1:2] if latest else self.history[1:].amax().view(1)
+        """The largest absolute values of the steps before [N], or of the `latest`; 0 for none."""
+        found = self.history[..., 1] if latest else self.history[..., 1:].amax(-1)
+        return found.view(-1)
 
     def record(self, amax: Tensor) -> None:
-        """Take into account a largest absolute value (one number) of the step that runs."""
+        """Take into account largest absolute values [N] of the step that runs."""
         # An overflow says nothing about the numbers to come.
-        seen = torch.where(amax.isfinite(), amax.float(), 0.0).view(1)
-        self.history[:1] = torch.maximum(self.history[:1], seen)
+        seen = torch.where(amax.isfinite(), amax.float(), 0.0).view(self.history.shape[:-1])
+        self.history[..., 0] = torch.maximum(self.history[..., 0], seen)
 
     def advance(self) -> None:
         """End the step: all of one step share a scale, in the forward and in the backward."""
-        self.history.copy_(self.history.roll(1))
-        self.history[0] = 0.0
+        advance_history(self.history)
+
+
+def advance_history(history: Tensor) -> None:
+    """End a step of histories [..., steps + 1]: see `DelayedScale`.
+
+    Where the step had no numbers but zeros the steps before are kept as they are, so that an expert
+    without tokens, or a layer that was left out, does not forget.
+    """
+    history.copy_(torch.where(history[..., :1] > 0, history.roll(1, -1), history))
+    history[..., 0] = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_kernels.testing import dense, moe, quant, state_space, step
+from mcore_kernels.testing import dense, moe, quant, quant_grouped, state_space, step
 from mcore_kernels.testing.case import Case, Make, ends, scattered, slice_of_rows, with_nan
 
 
@@ -239,6 +239,7 @@ _CASES: dict[str, Callable[[Make], Iterator[Case]]] = {
     "gated_delta_rule": state_space.gated_delta_rule,
     "quantize": quant.quantize,
     "fp8_matmul": quant.fp8_matmul,
+    "fp8_grouped": quant_grouped.fp8_grouped,
     "adam": step.adam,
     "grad_stats": step.grad_stats,
     "sample": step.sample,

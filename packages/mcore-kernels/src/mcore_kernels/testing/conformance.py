@@ -13,7 +13,7 @@ from mcore_kernels.ops import OPERATORS
 from mcore_kernels.protocols import accumulation_dtype
 from mcore_kernels.registry import implementation_named, operator_named, resolve
 from mcore_kernels.target import Target
-from mcore_kernels.testing import methods, moe, quant, spec, step
+from mcore_kernels.testing import methods, moe, quant, quant_grouped, spec, step
 from mcore_kernels.testing.case import Case
 from mcore_kernels.testing.cases import cases
 from mcore_kernels.testing.compare import assert_close
@@ -24,6 +24,7 @@ _COMPARISONS: Mapping[str, Callable[[Any, dict[str, Any], dict[str, Any], str], 
     "moe_permute": moe.compare_permute,
     "quantize": quant.compare_quantize,
     "fp8_matmul": quant.compare_fp8_matmul,
+    "fp8_grouped": quant_grouped.compare_fp8_grouped,
     "adam": step.compare_adam,
     "grad_stats": step.compare_grad_stats,
     "sample": step.compare_sample,

@@ -58,20 +58,25 @@ def compare_quantize(op: Any, arguments: dict[str, Any], wide: dict[str, Any], l
         arguments = {**arguments, "scale": options["scale"].float()}
     found = op(**arguments), op.both(**arguments)[:2], op.both(**arguments)[2:]
     for (data, scale), matrix in zip(found, (x, x, x.t()), strict=True):
-        wanted, wanted_scale = _quantized(matrix, **options)
+        wanted, wanted_scale = quantized(matrix, **options)
         assert data.dtype == options["fmt"].dtype, f"{label}: numbers are {data.dtype}"
         assert scale.dtype == torch.float32, f"{label}: scales are {scale.dtype}"
         for name, one, other in (("scale", scale, wanted_scale), ("number", data, wanted)):
-            assert one.shape == other.shape, f"{label}: {name}s {one.shape}, not {other.shape}"
-            a, b = one.float(), other.float()
-            wrong = ~(a.eq(b) | (a.isnan() & b.isnan()))
-            assert not bool(wrong.any()), (
-                f"{label}: {int(wrong.sum())} {name}s differ, such as {a[wrong][0].item():.9g} "
-                f"for {b[wrong][0].item():.9g}"
-            )
+            same_numbers(one, other, f"{label}: {name}s")
 
 
-def _quantized(  # noqa: PLR0917 -- internal, as QuantizeOp has them
+def same_numbers(found: Tensor, wanted: Tensor, label: str) -> None:
+    """Require them to be the same, NaN with NaN."""
+    assert found.shape == wanted.shape, f"{label} {found.shape}, not {wanted.shape}"
+    a, b = found.float(), wanted.float()
+    wrong = ~(a.eq(b) | (a.isnan() & b.isnan()))
+    assert not bool(wrong.any()), (
+        f"{label}: {int(wrong.sum())} differ, such as {a[wrong][0].item():.9g} "
+        f"for {b[wrong][0].item():.9g}"
+    )
+
+
+def quantized(  # noqa: PLR0917 -- internal, as QuantizeOp has them
     x: Tensor,
     fmt: Format,
     block: Block,
@@ -79,7 +84,7 @@ def _quantized(  # noqa: PLR0917 -- internal, as QuantizeOp has them
     margin: int = 0,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Block by block; float32 where the contract says so."""
+    """Numbers and scales block by block; float32 where the contract says so."""
     rows, columns = block[0] or max(x.shape[0], 1), block[1] or max(x.shape[1], 1)
     data = torch.zeros(x.shape, dtype=fmt.dtype, device=x.device)
     counts = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
@@ -96,6 +101,13 @@ def _quantized(  # noqa: PLR0917 -- internal, as QuantizeOp has them
             data[i : i + rows, j : j + columns] = clamped.to(fmt.dtype)
             scales[i // rows, j // columns] = one
     return data, scales
+
+
+def exact_of(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """What numbers and scales stand for, float64."""
+    rows, columns = block[0] or max(data.shape[0], 1), block[1] or max(data.shape[1], 1)
+    each = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return data.double() * each[: data.shape[0], : data.shape[1]]
 
 
 def fp8_matmul(make: Make) -> Iterator[Case]:
@@ -132,11 +144,9 @@ def compare_fp8_matmul(
     factors, exact = [], []
     formats = (arguments["fmt"], E4M3)
     for name, block, fmt in zip(("a", "b"), arguments["blocks"], formats, strict=True):
-        data, scale = _quantized(arguments[name], fmt, block)
+        data, scale = quantized(arguments[name], fmt, block)
         factors += [data, scale]
-        rows, columns = block[0] or max(data.shape[0], 1), block[1] or max(data.shape[1], 1)
-        each = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        exact.append(data.double() * each[: data.shape[0], : data.shape[1]])
+        exact.append(exact_of(data, scale, block))
     a_block, b_block = arguments["blocks"]
     dtype = arguments["a"].dtype
     found = op(*factors, a_block=a_block, b_block=b_block, dtype=dtype)

@@ -61,6 +61,8 @@ class Adapter(nn.Module):
         self._tp = tp
         # Not as a module of its own: the layer holds the adapter, not the other way about.
         self.__dict__["base"] = base
+        # Of experts the products as they are now: adapters keep theirs where the layer's change.
+        self._products = base.linear
         bound = 1 / math.sqrt(base.in_features)
         self._init = Init(kind="uniform", low=-bound, high=bound)
         *stack, _, inputs = base.weight.shape
@@ -123,10 +125,9 @@ class Adapter(nn.Module):
 
     def _of_experts(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """As the layer: shares of sums over etp, which whoever moves the rows makes."""
-        base: Any = self.base
-        inner = grouped_linear(x, self.a, None, counts, op=base.linear)
+        inner = grouped_linear(x, self.a, None, counts, op=self._products)
         found = [
-            grouped_linear(u.contiguous(), b.contiguous(), None, counts, op=base.linear)
+            grouped_linear(u.contiguous(), b.contiguous(), None, counts, op=self._products)
             for u, b in self._inner_with_b(inner)
         ]
         return self._spread_out(inner, found)

@@ -5,15 +5,16 @@ R rows, sorted by expert, e experts, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.data.main_grad import main_grad
+from mcore_parallel.expert.encoded import EncodedGroupedOp, encoded_grouped
+from mcore_parallel.expert.rows_of import add_bias, bias_gradient, rows_of
 from mcore_parallel.protocols import LinearOp, TorchLinear
 
 __all__ = ["GroupedLinearOp", "SequentialLinear", "grouped_linear"]
@@ -44,17 +45,17 @@ class SequentialLinear:
 
     def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """See `GroupedLinearOp`."""
-        products = [self.linear.forward(x[rows], weight[i]) for i, rows in _groups(counts)]
+        products = [self.linear.forward(x[rows], weight[i]) for i, rows in rows_of(counts)]
         return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
     def input_grad(self, dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """See `GroupedLinearOp`."""
-        products = [self.linear.input_grad(dy[rows], weight[i]) for i, rows in _groups(counts)]
+        products = [self.linear.input_grad(dy[rows], weight[i]) for i, rows in rows_of(counts)]
         return torch.cat(products) if products else dy.new_empty(0, weight.shape[2])
 
     def weight_grad(self, dy: Tensor, x: Tensor, counts: Sequence[int], out: Tensor) -> None:
         """See `GroupedLinearOp`."""
-        for i, rows in _groups(counts):
+        for i, rows in rows_of(counts):
             self.linear.weight_grad(dy[rows], x[rows], out=out[i])
 
 
@@ -70,7 +71,8 @@ def grouped_linear(
 
     x [R, I] is sorted by expert, `counts[i]` rows of expert i; weight [e, O, I], bias [e, O].
     A weight with the attribute `main_grad` gets its gradient added there, and one with `deferred`
-    when that says so, as by `parallel_linear`. An expert without rows has a gradient of zero.
+    when that says so, as by `parallel_linear`. An expert without rows has a gradient of zero. An op
+    with a method `encode` (`EncodedGroupedOp`) encodes each factor once.
 
     Raises:
         ValueError: the counts are not one for each expert, or do not add up to R.
@@ -80,6 +82,8 @@ def grouped_linear(
             f"grouped_linear: counts {list(counts)} must be {weight.shape[0]} numbers, one for "
             f"each expert, that add up to {x.shape[0]} rows"
         )
+    if getattr(op, "encode", None) is not None:
+        return encoded_grouped(x, weight, bias, tuple(counts), cast(EncodedGroupedOp, op))
     options = (tuple(counts), op)
     return cast(Tensor, _GroupedLinear.apply(x, weight, bias, options))  # type: ignore[no-untyped-call]
 
@@ -95,9 +99,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         counts, op = options
         y = op.forward(x, weight, counts)
-        if bias is not None:
-            for i, rows in _groups(counts):
-                y[rows] += bias[i]
+        add_bias(y, bias, counts)
         ctx.options = options
         # The object itself, since a saved tensor need not come back as the parameter that has the
         # attributes.
@@ -117,12 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
             need_weight = False
         dx = op.input_grad(dy, weight, counts) if need_x else None
         dw = _weight_grad(dy, x, ctx.weight, ctx.options) if need_weight else None
-        db = None
-        if need_bias:
-            db = dy.new_zeros(len(counts), dy.shape[1])
-            for i, rows in _groups(counts):
-                db[i] = dy[rows].sum(0)
-        return dx, dw, db, None
+        return dx, dw, bias_gradient(dy, counts) if need_bias else None, None
 
 
 def _weight_grad(
@@ -138,10 +135,3 @@ def _weight_grad(
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like
     return empty(weight, requires_grad=False)
-
-
-def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and which."""
-    for i, (stop, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
-        if count:
-            yield i, slice(stop - count, stop)

@@ -7,27 +7,22 @@ dy is needed both ways, and the forward keeps the transposed numbers, a byte eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_kernels.ops.linear.fp8_state import ROLES, Fp8State, Pair, Ways, there
 from mcore_kernels.protocols.quant import Fp8MatmulOp, QuantizeOp
 from mcore_kernels.quant.recipe import Fp8Recipe
-from mcore_kernels.quant.scaling import DelayedScale, block_amax, scale_of
+from mcore_kernels.quant.scaling import block_amax
 from mcore_kernels.registry import resolve
 from mcore_kernels.target import Target
 
-ROLES = ("input", "weight", "grad")
-
-Pair = tuple[Tensor, ...]
-"""Numbers of 8 bits, and their scales."""
-Ways = tuple[Pair | None, Pair | None]
-"""A factor, and its transpose; None where it was not asked for."""
+__all__ = ["ROLES", "Fp8Linear"]
 
 
-class Fp8Linear:
+class Fp8Linear(Fp8State):
     """`mcore_kernels.protocols.LinearOp` in 8 bits, for one layer.
 
     Its methods and its call give the same numbers. Scales of whole tensors go through
@@ -35,16 +30,8 @@ class Fp8Linear:
     communication between the products turns each factor into numbers once (`encode`), and
     multiplies these (`output`, `input_gradient`, `weight_gradient`).
 
-    Attributes:
-        recipe: formats and scales.
-        amax_reduce: see `LinearOp`; called with one number.
-        reduced: the roles whose largest values go through `amax_reduce`: not those of a factor that
-            all ranks have alike.
-        history: of a recipe with a history, float32 [3, steps + 1]: a row for each of `ROLES` (see
-            `DelayedScale`). It is the state: save it, and call `history_loaded` after filling it.
-        delayed: the rows by role. They record while products are taken; `advance` ends the step.
-            Before the first step has ended scales are from the tensor at hand. What is recorded
-            does not go through `amax_reduce`: ranks share `history[:, 0]` before `advance`.
+    Attributes are those of `Fp8State`; `amax_reduce` is called with one number, and the history is
+    [3, steps + 1].
 
     Raises:
         ValueError: the recipe cannot run on the target and `emulate` is not set.
@@ -75,12 +62,16 @@ class Fp8Linear:
                 for changes that torch does not see (it sees those of the tensor itself).
         """
         target = target or Target()
-        reason = None if emulate else recipe.refusal(target)
-        if reason is not None:
-            raise ValueError(f"fp8 linear: cannot run on {target.describe()}: {reason}")
-        self.recipe = recipe
-        self.amax_reduce: Callable[[Tensor], Tensor] | None = None
-        self.reduced = frozenset(ROLES)
+        super().__init__(
+            recipe,
+            target,
+            name="fp8 linear",
+            emulate=emulate,
+            groups=(),
+            device=device,
+            history=history,
+            keeps_weight=keeps_weight,
+        )
         choice = "reference" if emulate else None
         self._quantize: QuantizeOp = (
             resolve("quantize", target=target, require=choice) if quantize is None else quantize
@@ -88,17 +79,6 @@ class Fp8Linear:
         self._matmul: Fp8MatmulOp = (
             resolve("fp8_matmul", target=target, require=choice) if matmul is None else matmul
         )
-        self.history: Tensor | None = None
-        self.delayed: dict[str, DelayedScale] = {}
-        self._has_history = False
-        if recipe.history:
-            where = target.device_type if device is None else device
-            if history is None:
-                history = torch.zeros(len(ROLES), recipe.history + 1, device=where)
-            self.history = history
-            self.delayed = {role: DelayedScale(history[i]) for i, role in enumerate(ROLES)}
-        self._keeps_weight = keeps_weight
-        self._weight: tuple[tuple[object, ...], Ways] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearOp`. A history records only where a graph is recorded too."""
@@ -109,20 +89,20 @@ class Fp8Linear:
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `LinearOp`."""
         return self.output(
-            _there(self.encode("input", x, across=False)[0]), self._weight_along(weight), x.dtype
+            there(self.encode("input", x, across=False)[0]), self._weight_along(weight), x.dtype
         )
 
     def input_grad(self, dy: Tensor, weight: Tensor) -> Tensor:
         """See `LinearOp`."""
         _, across = self.encode("weight", weight, along=False)
         along, _ = self.encode("grad", dy, across=False)
-        return self.input_gradient(_there(along), _there(across), dy.dtype)
+        return self.input_gradient(there(along), there(across), dy.dtype)
 
     def weight_grad(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `LinearOp`."""
         _, dyt = self.encode("grad", dy, along=False)
         _, xt = self.encode("input", x, along=False)
-        return self.weight_gradient(_there(dyt), _there(xt), x.dtype, out)
+        return self.weight_gradient(there(dyt), there(xt), x.dtype, out)
 
     # --- factors, and products of them --------------------------------------------------------
 
@@ -148,13 +128,13 @@ class Fp8Linear:
                 those of tensors, of x alone): what is found again has the same scales, and nothing
                 is sent or recorded.
         """
-        if role != "weight" or not self._keeps_weight:
-            scales = self._scales(role, x, learn, like)
-            return self._encode(role, x, scales, along=along, across=across)
-        key = (x.data_ptr(), x.shape, x.stride(), x._version)
-        if self._weight is None or self._weight[0] != key:
-            self._weight = key, self._encode(role, x, self._scales(role, x, learn, None))
-        return self._weight[1]
+        if role == "weight" and self._keeps_weight:
+            return self._kept_weight(x, lambda: self._encode(role, x, self._found(role, x, learn)))
+        if like is not None and self.recipe.scaling == "tensor":
+            scales: dict[str, Any] = {"scale": like[1]}
+        else:
+            scales = self._found(role, x, learn)
+        return self._encode(role, x, scales, along=along, across=across)
 
     def output(self, x: Pair, weight: Pair, dtype: torch.dtype) -> Tensor:
         """Return `x weightᵀ` [T, O] of x along, and the weight along."""
@@ -175,32 +155,10 @@ class Fp8Linear:
         with torch.no_grad():
             return out.add_(self._product(dy, x, ("grad", "input"), wide))
 
-    # --- from step to step --------------------------------------------------------------------
-
-    def advance(self) -> None:
-        """End a step: what was recorded in it now counts for the scales."""
-        for one in self.delayed.values():
-            one.advance()
-        self.step_ended()
-
-    def step_ended(self) -> None:
-        """Take into account that somebody else has advanced the history."""
-        self._has_history = bool(self.delayed)
-        self.forget_weight()
-
-    def history_loaded(self) -> None:
-        """Take into account that the history was filled; looks at its values."""
-        self._has_history = self.history is not None and bool(self.history[:, 1:].any())
-        self.forget_weight()
-
-    def forget_weight(self) -> None:
-        """Drop what is kept of the weight, which has changed."""
-        self._weight = None
-
     # --- within -------------------------------------------------------------------------------
 
     def _weight_along(self, weight: Tensor) -> Pair:
-        return _there(self.encode("weight", weight, across=False)[0])
+        return there(self.encode("weight", weight, across=False)[0])
 
     def _encode(
         self,
@@ -218,37 +176,11 @@ class Fp8Linear:
         first = self._quantize(x, fmt, block, **scales) if along else None
         return first, self._quantize(x.t(), fmt, block, **scales) if across else None
 
-    @torch.no_grad()
-    def _scales(self, role: str, x: Tensor, learn: bool, like: Pair | None) -> dict[str, Any]:
-        recipe, fmt, x = self.recipe, self.recipe.format(role), x.detach()
-        options: dict[str, Any] = {"margin": recipe.margin, "power_of_two": recipe.power_of_two}
-        if recipe.scaling != "tensor":
-            return options
-        if like is not None:
-            return {"scale": like[1]}
-        reduce = self.amax_reduce if role in self.reduced else None
-        delayed, amax = self.delayed.get(role), None
-        if delayed is None and reduce is None:
-            return options  # the operator finds the scale in fewer steps
-        records = delayed is not None and (learn or role == "weight")
-        if records or not self._has_history:
-            amax = block_amax(x, (0, 0)).view(1)
-        if delayed is not None and records:
-            assert amax is not None
-            delayed.record(amax)
-        if delayed is not None and self._has_history:
-            before = delayed.before(latest=recipe.latest)
-            if amax is not None:
-                # A layer that nothing went through before has no history of its own. And by a scale
-                # of numbers an infinity would become one: an overflow has to stay in sight.
-                takes_own = (before == 0) | ~amax.isfinite()
-                before = torch.where(takes_own, amax, before)
-            amax = before
-        elif reduce is not None:
-            assert amax is not None
-            amax = reduce(amax)
-        assert amax is not None
-        return {"scale": scale_of(amax, fmt, **options).view(1, 1)}
+    def _found(self, role: str, x: Tensor, learn: bool) -> dict[str, Any]:
+        scales = self._scales(role, lambda: block_amax(x.detach(), (0, 0)).view(1), learn)
+        if "scale" in scales:
+            scales["scale"] = scales["scale"].view(1, 1)
+        return scales
 
     def _product(
         self, a: Pair, b: Pair, roles: tuple[str, str], dtype: torch.dtype, *, fast: bool = False
@@ -259,11 +191,6 @@ class Fp8Linear:
         )
 
 
-def _there(pair: Pair | None) -> Pair:
-    assert pair is not None
-    return pair
-
-
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, op: Fp8Linear, learn: bool) -> Tensor:
@@ -272,7 +199,7 @@ class _Fp8Linear(torch.autograd.Function):
         b, bt = op.encode("weight", weight, across=needs_x, learn=learn)
         ctx.save_for_backward(*(at or (None, None)), *(bt or (None, None)))
         ctx.op, ctx.dtype = op, weight.dtype
-        return op.output(_there(a), _there(b), x.dtype)
+        return op.output(there(a), there(b), x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -283,7 +210,7 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw = None
         along, across = op.encode("grad", dy, along=needs_x, across=needs_w)
         if needs_x:
-            dx = op.input_gradient(_there(along), weight, dy.dtype)
+            dx = op.input_gradient(there(along), weight, dy.dtype)
         if needs_w:
-            dw = op.weight_gradient(_there(across), x, ctx.dtype)
+            dw = op.weight_gradient(there(across), x, ctx.dtype)
         return dx, dw, None, None
