@@ -65,7 +65,7 @@ def fused_head_loss(
         shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
             one over the number of tokens in the global batch.
         chunk_size: tokens at a time; default: logits of 768 MiB.
-        weight_grad_out: a float32 buffer [V, H] that the gradient of the total is added to, already
+        weight_grad_out: a buffer [V, H], float32 (float64 for such weights), that the gradient of the total is added to, already
             in this call, so that no second one of its size is needed; `weight` itself gets none
             then. The backward has to begin at the total: where its gradient is not 1, that of
             hidden is NaN.
@@ -88,11 +88,13 @@ def fused_head_loss(
         add_later=add_later,
         records=torch.is_grad_enabled(),
     )
+    wide = torch.promote_types(weight.dtype, torch.float32)
     if weight_grad_out is not None and (
-        weight_grad_out.shape != weight.shape or weight_grad_out.dtype != torch.float32
+        weight_grad_out.shape != weight.shape or weight_grad_out.dtype != wide
     ):
         raise ValueError(
-            f"head loss: weight_grad_out must be float32 {list(weight.shape)}, got "
+            f"head loss: weight_grad_out must be {str(wide).removeprefix('torch.')} "
+            f"{list(weight.shape)}, got "
             f"{str(weight_grad_out.dtype).removeprefix('torch.')} {list(weight_grad_out.shape)}"
         )
     total, loss, log_prob, found = _HeadLoss.apply(  # type: ignore[no-untyped-call]
