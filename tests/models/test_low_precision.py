@@ -17,8 +17,10 @@ from mcore_models import (
     TokenBatch,
     build_model,
 )
+from mcore_models.adapters import LoRAConfig, add_lora
+from mcore_models.adapters.layers import Adapter
 from mcore_models.low_precision import check_recipe, use_low_precision
-from mcore_parallel import ParallelConfig, ParallelMesh, data_parallel
+from mcore_parallel import ParallelConfig, ParallelMesh, all_reduce, data_parallel
 from mcore_parallel.layout import gather_all
 from mcore_parallel.testing import RankPool
 
@@ -44,28 +46,40 @@ def rules(recipe: Fp8Recipe | MicroscalingRecipe, *kept: str) -> PrecisionRules:
     )
 
 
-def train(layout: str, recipe: Fp8Recipe | None, steps: int = 3) -> Found:
+def train(
+    layout: str,
+    recipe: Fp8Recipe | None,
+    steps: int = 3,
+    model: ModelConfig = MODEL,
+    chosen: tuple[str, ...] = ("*",),
+) -> Found:
     """Loss and whole gradients of each step, in float64 around the products; nothing is updated.
 
     In float64 sums in another order hardly ever change what is rounded to 8 bits.
     """
     mesh = ParallelMesh.create(ParallelConfig.parse(layout)) if layout else ParallelMesh.single()
     assert mesh is not None
-    model = build_model(MODEL, mesh, dtype=torch.float64)
-    low = None if recipe is None else use_low_precision(model, rules(recipe))
-    buckets = data_parallel(model, model.specs(), mesh)
+    gpt = build_model(model, mesh, dtype=torch.float64)
+    low = None
+    if recipe is not None:
+        wanted = tuple((pattern, "low") for pattern in chosen)
+        low = use_low_precision(gpt, PrecisionRules(recipes={"low": recipe}, rules=wanted))
+    buckets = data_parallel(gpt, gpt.specs(), mesh)
     found: Found = []
     for step in range(steps):
         tokens = torch.arange(32).view(2, 16) * (3 + step) % 61
+        mine = mesh.dp.rank * (2 // mesh.dp.size)
+        tokens = tokens[mine : mine + 2 // mesh.dp.size]
         batch = TokenBatch.from_samples(
-            tokens, labels=tokens.roll(-1, 1), loss_mask=torch.ones(2, 16)
+            tokens, labels=tokens.roll(-1, 1), loss_mask=torch.ones(len(tokens), 16)
         )
         buckets.zero()
-        loss = model.loss(batch, counts=GlobalCounts(tokens=32))
+        loss = gpt.loss(batch, counts=GlobalCounts(tokens=32))
         loss.backward()
         buckets.finish()
         gradients = gather_all(buckets.gradients(), mesh.world)
-        found.append((float(loss.detach()), {name: x.clone() for name, x in gradients.items()}))
+        total = all_reduce(loss.detach().clone(), mesh.dp)
+        found.append((float(total), {name: x.clone() for name, x in gradients.items()}))
         if low is not None:
             low.advance()
     buckets.close()
@@ -115,20 +129,64 @@ def test_counts_and_rules() -> None:
     assert use_low_precision(build_model(MODEL), PrecisionRules(recipes={})) is None
 
 
-def test_experts_stay_as_they_are_and_rules_that_want_otherwise_are_refused() -> None:
-    moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_size=16, shared_ffn_size=16)
-    config = replace(MODEL, latent=None, moe=moe, pattern=("*E", "*-"))
-    low = use_low_precision(build_model(config), rules(MicroscalingRecipe(format="nvfp4")))
+MOE = replace(
+    MODEL,
+    latent=None,
+    pattern=("*E", "*-"),
+    moe=MoEConfig(
+        num_experts=4, top_k=2, expert_ffn_size=16, shared_ffn_size=16, expert_bias=True
+    ),
+)
+OF_EXPERTS = ("layers.*.experts.*",)
+
+
+def test_experts_compute_the_same_wherever_they_lie(ranks: RankPool) -> None:
+    """Dealt out and cut, their scales are those of one process; an expert may have no tokens."""
+    recipe = Fp8Recipe(history=2)
+    alone = train("", recipe, model=MOE, chosen=OF_EXPERTS)
+    assert 1e-4 < differ(alone, train("", None, model=MOE))[0] < 0.3
+    for layout in ("ep=2", "tp=2", "tp=2,sp,etp=1,ep=2"):
+        found = ranks.run(train, 2, layout, recipe, 3, MOE, OF_EXPERTS, timeout=300)
+        assert differ(found[0], alone) < (1e-9, ""), layout
+
+
+def test_experts_by_blocks_are_those_of_one_process(ranks: RankPool) -> None:
+    recipe = Fp8Recipe(scaling="block", grad_format="e4m3")
+    alone = train("", recipe, steps=1, model=MOE, chosen=OF_EXPERTS)
+    found = ranks.run(train, 2, "ep=2", recipe, 1, MOE, OF_EXPERTS, timeout=300)
+    assert differ(found[0], alone) < (1e-9, "")
+
+
+def test_experts_have_no_microscaling_and_rules_that_want_it_are_refused() -> None:
+    low = use_low_precision(build_model(MOE), rules(MicroscalingRecipe(format="nvfp4")))
     assert low is not None
     assert low.counts == {"nvfp4 (emulated)": 8, "float32 (of experts)": 2}
+    low = use_low_precision(build_model(MOE), rules(Fp8Recipe(), "*.attention.*"))
+    assert low is not None
+    assert low.counts == {
+        "e4m3/e5m2 (scales of tensors)": 4,
+        "e4m3/e5m2 (scales of tensors) (of experts)": 2,
+        "float32": 4,
+    }
     wanted = PrecisionRules(
-        recipes={"low": Fp8Recipe()}, rules=(("layers.*.experts.*", "low"), ("*", None))
+        recipes={"low": MicroscalingRecipe()}, rules=(("layers.*.experts.*", "low"), ("*", None))
     )
     message = r"precision: no name matches 'layers\.\*\.experts\.\*': did you mean 'layers\."
     with pytest.raises(ValueError, match=message):
-        use_low_precision(build_model(config), wanted)
+        use_low_precision(build_model(MOE), wanted)
     with pytest.raises(ValueError, match=r"no name matches 'layers\.7\.\*'"):
-        use_low_precision(build_model(config), rules(Fp8Recipe(), "layers.7.*"))
+        use_low_precision(build_model(MOE), rules(Fp8Recipe(), "layers.7.*"))
+
+
+def test_adapters_of_experts_keep_their_products() -> None:
+    model = build_model(MOE)
+    add_lora(model, LoRAConfig(rank=2, targets=("*.experts.down",)))
+    down = model.layers["0"].get_submodule("moe.experts.down")
+    products = down.linear
+    use_low_precision(model, rules(Fp8Recipe()))
+    assert down.linear is not products
+    adapters = [m for m in model.modules() if isinstance(m, Adapter)]
+    assert [one._products for one in adapters] == [products]
 
 
 def test_what_a_device_cannot_multiply_is_refused_in_one_line() -> None:

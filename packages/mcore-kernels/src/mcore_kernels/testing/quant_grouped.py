@@ -55,7 +55,8 @@ def compare_fp8_grouped(
     dy = torch.arange(x.shape[0] * weight.shape[1], device=x.device) % 13 - 6.5
     dy = dy.to(x.dtype).view(x.shape[0], weight.shape[1])
     wholes = {"input": x, "grad": dy, "weight": weight}
-    ways, meant = {}, {}
+    ways: dict[str, Any] = {}
+    meant: dict[tuple[str, int], list[Tensor]] = {}
     for role, whole in wholes.items():
         given = None if role == "weight" else counts
         fmt, block = recipe.format(role), recipe.block(role)

@@ -62,7 +62,7 @@ class Adapter(nn.Module):
         # Not as a module of its own: the layer holds the adapter, not the other way about.
         self.__dict__["base"] = base
         # Of experts the products as they are now: adapters keep theirs where the layer's change.
-        self._products = base.linear
+        self._products: Any = base.linear
         bound = 1 / math.sqrt(base.in_features)
         self._init = Init(kind="uniform", low=-bound, high=bound)
         *stack, _, inputs = base.weight.shape

@@ -453,6 +453,7 @@ def _row_amax(
 def _room(x: Tensor, counts: Counts | None, width: int) -> tuple[Tensor, Tensor]:
     """Room for scales of blocks, along and across."""
     tiles = -(-x.shape[-1] // ROOM)
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
     if counts is None:
         experts, down = x.shape[0], -(-width // ROOM)
         shapes = ((experts, down, tiles), (experts, tiles, down))
