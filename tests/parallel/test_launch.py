@@ -198,6 +198,28 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     wait_until_gone(pids(started))
 
 
+LOADED = """
+import sys
+before = "wave" in sys.modules
+import wave
+
+def seen():
+    return before, "wave" in sys.modules
+
+if __name__ == "__main__":
+    from mcore_parallel.launch import launch_local
+    import loaded
+    print(launch_local(loaded.seen, 2, preload=["wave", "nothing_of_the_kind"]))
+"""
+
+
+def test_modules_are_imported_once_for_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "loaded.py").write_text(LOADED, encoding="utf-8")
+    command = [sys.executable, "loaded.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == "[(True, True), (True, True)]\n"
+
+
 def join_from_env(port: int) -> tuple[int, int, int, str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     already = init_from_env(device="cpu")

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -125,12 +125,15 @@ def launch_local(
     timeout: datetime.timedelta | None = None,
     threads: int | None = None,
     stop_grace: float = 60.0,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Run `fn(*args)` in `nproc` new processes of this machine; return what it returns, by rank.
 
     Each is a rank of one world (gloo; nccl with device "cuda", rank r on GPU r) that meets over a
     file. `fn` is a function at the top level of a module; arguments and results are pickled.
-    `threads` per process default to an equal share of the cores.
+    `threads` per process default to an equal share of the cores. Modules named in `preload` are
+    imported once, by the first launch of this process, and not by every rank; such a module starts
+    no thread and leaves GPUs alone.
 
     When a rank fails all are ended, and the first error that is not just the loss of another rank
     is raised, with a note that names the rank; RankDiedError when a process ended. SIGTERM
@@ -146,7 +149,7 @@ def launch_local(
         )
     call = Call.of(fn, args, {})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_parallel.launch"])
+    context.set_forkserver_preload(["mcore_parallel.launch", *preload])
     folder = Path(tempfile.mkdtemp(prefix="mcore-launch-"))
     setting = _Setting(
         nproc=nproc,

@@ -87,7 +87,12 @@ def train(config: RLConfig, *, nproc: int | None = None) -> RLSummary:
         return run_rank(config_to_tree(config))
     device = resolve_device(config.device)
     summary = launch_local(
-        run_rank, nproc, config_to_tree(config), device=device, stop_grace=STOP_GRACE
+        run_rank,
+        nproc,
+        config_to_tree(config),
+        device=device,
+        stop_grace=STOP_GRACE,
+        preload=(__name__,),
     )[0]
     assert isinstance(summary, RLSummary)
     return summary

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_ckpt.addresses import Place, check_shared, storage_at
+from mcore_ckpt.commit import check_directory
 from mcore_models import check_layout, import_builders
 from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
@@ -100,7 +101,12 @@ def pretrain_apart(config: TrainConfig, *, nproc: int) -> RunSummary:
     check_run(config, nproc)
     device = resolve_device(config.device)
     summary = launch_local(
-        run_rank, nproc, config_to_tree(config), device=device, stop_grace=STOP_GRACE
+        run_rank,
+        nproc,
+        config_to_tree(config),
+        device=device,
+        stop_grace=STOP_GRACE,
+        preload=(__name__,),
     )[0]
     assert isinstance(summary, RunSummary)
     return summary
@@ -133,10 +139,11 @@ def check_writable(name: str, folder: Path | str | None, num_ranks: int = 1) -> 
             storage, mark = storage_at(folder), f"write-check-{uuid.uuid4().hex}"
             storage.put(mark, b"")
             storage.remove(mark)
+            check_directory(storage)
             return
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            check_directory(storage_at(folder))
     except OSError as error:
         why = error.strerror or error
         raise ValueError(f"{name}={folder} cannot be written: {why}") from None

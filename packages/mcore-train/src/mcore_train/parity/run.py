@@ -115,7 +115,7 @@ def parity(
     assert reference is not None
     for layout, other, size in zip(layouts, others, worlds, strict=True):
         tree = config_to_tree(other)
-        found = launch_local(record_rank, size, tree, steps)[0]
+        found = launch_local(record_rank, size, tree, steps, preload=(__name__,))[0]
         yield compare(reference, found, layout=layout.describe(), world_size=size)
 
 
