@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mcore_parallel.protocols as theirs
 from mcore_kernels import Target
+from mcore_kernels.ops.grouped_linear.fp8 import Fp8GroupedLinear
 from mcore_kernels.ops.linear.fp8 import ROLES, Fp8Linear
 from mcore_kernels.ops.linear.microscaling import MicroscalingLinear
 from mcore_kernels.quant import (
@@ -262,6 +263,69 @@ def test_an_overflow_stays_in_sight(recipe: Fp8Recipe, role: str) -> None:
     assert not gradients[0].isfinite().all()
     layer.advance()
     assert layer(x, weight).isfinite().all()  # the history is without it
+
+
+def test_a_role_that_never_ran_takes_what_all_ranks_have() -> None:
+    """In a later step, too: others have a history by then, and this one must be asked for."""
+    layer, asked = Fp8Linear(Fp8Recipe(history=2)), []
+
+    def reduce(amax: Tensor) -> Tensor:
+        asked.append(float(amax))
+        return amax * 4.0
+
+    layer.amax_reduce = reduce
+    x, weight = torch.full((2, 4), 3.0), torch.full((3, 4), 2.0)
+    layer.forward(x, weight)  # no gradient of an output
+    layer.advance()
+    assert layer.seen == {"input", "weight"}
+    asked.clear()
+    layer.forward(x, weight)
+    along, _ = layer.encode("grad", torch.full((2, 3), 5.0))
+    assert asked == [5.0]
+    assert along is not None
+    assert float(along[1]) == pytest.approx(20.0 / 57344.0)
+    layer.advance()
+    layer.advance()  # a step without numbers takes nothing away
+    assert layer.seen == frozenset(ROLES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scaling)
+def test_experts_are_layers_by_themselves(recipe: Fp8Recipe) -> None:
+    """Bit for bit, over steps; the methods agree with the call, and a buffer is added to."""
+    counts, steps = (3, 0, 5), 2
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weight = drawn(3, 6, 10)
+    experts = Fp8GroupedLinear(recipe, 3, keeps_weight=True)
+    layers = [Fp8Linear(recipe) for _ in counts]
+    for _ in range(steps):
+        x, dy = drawn(8, 10) * 3.0, drawn(8, 6)
+        given = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = experts(*given, counts)
+        dx, dw = torch.autograd.grad(y, given, dy)
+        assert not dw[1].any()
+        for i, rows in ((0, slice(0, 3)), (2, slice(3, 8))):
+            own = x[rows].clone().requires_grad_(), weight[i].clone().requires_grad_()
+            one = layers[i](*own)
+            assert torch.equal(y[rows], one)
+            found = torch.autograd.grad(one, own, dy[rows])
+            assert torch.equal(dx[rows], found[0])
+            torch.testing.assert_close(dw[i], found[1], rtol=1e-12, atol=1e-12)
+        if not recipe.history:
+            assert torch.equal(experts.forward(x, weight, counts), y)
+            assert torch.equal(experts.input_grad(dy, weight, counts), dx)
+            buffer = torch.ones_like(weight)
+            experts.weight_grad(dy, x, torch.tensor(counts), buffer)
+            torch.testing.assert_close(buffer, dw + 1.0)
+        for op in (experts, *layers):
+            op.advance()
+    if recipe.history:
+        assert experts.history is not None
+        assert not experts.history[::2, 1].any()  # of the expert without rows; its weight is there
+        assert experts.history[1, 1].any()
 
 
 def test_what_records_no_graph_leaves_no_trace_in_a_history() -> None:

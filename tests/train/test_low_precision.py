@@ -89,6 +89,41 @@ def test_losses_are_near_those_of_whole_products(
     assert found != exact
 
 
+EXPERTS: dict[str, Any] = {
+    "pattern": ["*E", "*-"],
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 16, "aux_loss_coefficient": 0.01},
+}
+
+
+def test_experts_are_near_those_of_whole_products_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Computed again or not; a history of each expert is in the checkpoint."""
+    low = {"recipe": {"history": 2}, "modules": ["*.experts.*"]}
+    exact, found = (losses(config_of(one, model=EXPERTS), steps=3) for one in (None, low))
+    for (loss, norm), (other, other_norm) in zip(found, exact, strict=True):
+        assert loss == pytest.approx(other, abs=NEAR)
+        assert norm == pytest.approx(other_norm, rel=0.1)
+    assert found != exact
+    again = config_of(low, model=EXPERTS, recompute={"mode": "full"})
+    assert losses(again, steps=3) == found
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pretrain(config_of(low, whole, model=EXPERTS, steps=3))
+    pretrain(config_of(low, parts, model=EXPERTS, steps=2))
+    assert pretrain(config_of(low, parts, model=EXPERTS, steps=3)).first_step == 2
+    ours, theirs = mcore_ckpt.open(parts), mcore_ckpt.open(whole)
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert ours["extra/layers.0.moe.experts.down.scales/history"].shape == (3, 4, 3)
+
+
+@pytest.mark.parametrize("layout", ["ep=2,zero=1", "ep=2,zero=3", "pp=2,schedule=zb-h1"])
+def test_layouts_of_experts(ranks: RankPool, layout: str) -> None:
+    """Losses and gradients near those of one process, and the same on all ranks."""
+    low = {"modules": ["*.experts.*"]}
+    config = config_of(low, batch={"global_size": 4, "micro_size": 1}, model=EXPERTS)
+    compare_with_one(ranks, config, layout, steps=2)
+
+
 def test_what_is_computed_again_is_the_same() -> None:
     """Bit for bit: histories do not learn twice from one pass."""
     again = losses(config_of(DELAYED, recompute={"mode": "full"}))
@@ -175,9 +210,13 @@ def test_histories_go_on_in_another_layout(
 def test_layouts(ranks: RankPool, layout: str) -> None:
     """Losses and gradients near those of one process, and the same on all ranks."""
     config = config_of({}, batch={"global_size": 4, "micro_size": 1})
+    compare_with_one(ranks, config, layout, steps=3)
+
+
+def compare_with_one(ranks: RankPool, config: TrainConfig, layout: str, *, steps: int) -> None:
     other = dataclasses.replace(config, parallel=ParallelConfig.parse(layout))
-    alone = record(config, ParallelMesh.single(), 3)
-    found = ranks.run(record_rank, 2, config_to_tree(other), 3, timeout=300)[0]
+    alone = record(config, ParallelMesh.single(), steps)
+    found = ranks.run(record_rank, 2, config_to_tree(other), steps, timeout=300)[0]
     assert isinstance(alone, Record)
     assert isinstance(found, Record)
     assert found.diverged == ()
@@ -200,6 +239,24 @@ def test_options_that_cannot_be() -> None:
             load_config(toy_tree(low_precision=low))
         assert message in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_rules_that_leave_nothing_are_refused_in_one_line() -> None:
+    config = config_of({"keep": ["*"]})
+    with pytest.raises(
+        ValueError, match=r"^low_precision: keep=\['\*'\], .* leave no linear layer"
+    ):
+        build_session(config, ParallelMesh.single())
+
+
+def test_the_last_layers_take_the_depths_of_prediction_with_them() -> None:
+    low = {"last": 1, "modules": ["*.mlp.*"]}
+    session = build_session(config_of(low, model={"mtp": {"num_depths": 1}}), ParallelMesh.single())
+    found = {
+        n for n, m in session.model.named_modules() if hasattr(getattr(m, "linear", 0), "encode")
+    }
+    session.close()
+    assert found == {"layers.0.mlp.gate_up", "layers.0.mlp.down"}
 
 
 def test_options_of_the_command_line() -> None:
@@ -256,4 +313,23 @@ def test_on_a_gpu(recipe: dict[str, Any]) -> None:
     for ours, emulated, exact in zip(*found, strict=True):
         assert ours[0] == pytest.approx(emulated[0], abs=5e-3)
         assert ours[1] == pytest.approx(emulated[1], rel=0.05)
+        assert ours[0] == pytest.approx(exact[0], abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_experts_on_a_gpu(scaling: str) -> None:
+    """Products of the device are those of the emulation, and near those of 16 bits."""
+    found = []
+    model = {"hidden_size": 256, "ffn_size": 384, **EXPERTS}
+    model["moe"] = {**EXPERTS["moe"], "expert_ffn_size": 128}
+    recipe = {"scaling": scaling}
+    for low in ({"recipe": recipe}, {"recipe": recipe, "emulate": True}, None):
+        config = config_of(
+            low, model=model, data={"seq_length": 128}, precision="bf16", device="cuda"
+        )
+        found.append(losses(config, device="cuda"))
+    for ours, emulated, exact in zip(*found, strict=True):
+        assert ours[0] == pytest.approx(emulated[0], abs=5e-3)
         assert ours[0] == pytest.approx(exact[0], abs=0.02)

@@ -20,6 +20,7 @@ from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.cross_entropy.head import fused_head_loss
 from mcore_kernels.ops.cross_entropy.loss import VocabShard, vocab_loss
+from mcore_kernels.ops.grouped_linear.fp8 import Fp8GroupedLinear
 from mcore_kernels.ops.linear.fp8 import Fp8Linear
 from mcore_kernels.quant.recipe import Fp8Recipe
 from mcore_kernels.registry import resolve
@@ -120,6 +121,19 @@ def _experts(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[
                 ("weight gradient added", partial(op.weight_grad, dy, x, counts, buffer)),
             ):
                 yield name, Work(name=f"{label}, {what}", run=run, flops=flops)
+        if every and Fp8Recipe().refusal(target) is None:
+            # With all casts but the weight's, which in training is one for all micro-batches.
+            fp8 = Fp8GroupedLinear(
+                Fp8Recipe(), experts, target, emulate=not cuda, keeps_weight=True
+            )
+            given = (x.requires_grad_(), weight.requires_grad_(), counts)
+            for name, op in ((names[0], resolve("grouped_linear", target=target)), ("fp8", fp8)):
+                run = partial(_there_and_back, op, given, dy)
+                yield name, Work(name=f"{label}, forward and backward", run=run, flops=3 * flops)
+
+
+def _there_and_back(op: Any, given: tuple[Any, ...], dy: Tensor) -> None:
+    torch.autograd.grad(op(*given), given[:2], dy)
 
 
 COMPOSITES: dict[str, Callable[[Target, Sizes, Make, bool], Iterator[Named]]] = {

@@ -17,7 +17,7 @@ OPERATOR = Operator(
             op="fp8_grouped",
             name="triton",
             fn="mcore_kernels.ops.fp8_grouped.triton:GROUPED",
-            requires=(*TRITON, needs_arch((9, 0))),
+            requires=(*TRITON, needs_arch((8, 9))),
             priority=20,
             summary="all experts in one launch, counts left on the device",
         ),
