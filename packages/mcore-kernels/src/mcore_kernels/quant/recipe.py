@@ -20,7 +20,8 @@ class Fp8Recipe:
             or in "block"s: 1 × 128 of inputs and gradients, 128 × 128 of weights (DeepSeek-V3,
             arXiv:2412.19437).
         forward_format: of inputs and weights.
-        grad_format: of the gradients of outputs; "e5m2" has more range, "e4m3" more digits.
+        grad_format: of the gradients of outputs; "e5m2" has more range, "e4m3" more digits. None
+            takes "e4m3" in blocks, whose scales follow the range, and "e5m2" elsewhere.
         history: 0 takes scales from the tensor at hand; n from the n steps before ("tensor" only).
         latest: of the history, only the latest step rather than the largest of all.
         margin: so many powers of two are left above the largest value.
@@ -32,7 +33,7 @@ class Fp8Recipe:
 
     scaling: str = "tensor"
     forward_format: str = "e4m3"
-    grad_format: str = "e5m2"
+    grad_format: str | None = None
     history: int = 0
     latest: bool = False
     margin: int = 0
@@ -41,7 +42,10 @@ class Fp8Recipe:
     def __post_init__(self) -> None:
         _one_of("scaling", self.scaling, _SCALING)
         _one_of("forward_format", self.forward_format, FORMATS)
-        _one_of("grad_format", self.grad_format, FORMATS)
+        if self.grad_format is None:
+            chosen = "e4m3" if self.scaling == "block" else "e5m2"
+            object.__setattr__(self, "grad_format", chosen)
+        _one_of("grad_format", str(self.grad_format), FORMATS)
         if self.forward_format == self.grad_format == "e5m2":
             # No GPU multiplies two factors of e5m2.
             raise ValueError("fp8 recipe: e5m2 forward and backward cannot be; use e4m3 for one")
@@ -56,7 +60,7 @@ class Fp8Recipe:
 
     def format(self, role: str) -> Format:
         """The format of an "input", a "weight" or a "grad"."""
-        return FORMATS[self.grad_format if role == "grad" else self.forward_format]
+        return FORMATS[str(self.grad_format) if role == "grad" else self.forward_format]
 
     def block(self, role: str) -> Block:
         """The block of an "input", a "weight" or a "grad"; what is summed lies along the rows."""

@@ -135,6 +135,7 @@ def fp8_matmul(make: Make) -> Iterator[Case]:
     yield case("large values", make(4, 16, scale=1e3), make(4, 16), (_ROW, _ROW))
     yield case("scattered", scattered(make(4, 16)), make(4, 16), (_PIECE, _TILE))
     yield case("NaN", with_nan(make(4, 16)), make(5, 16), (_PIECE, _TILE))
+    yield case("pieces, sizes of 16", make(48, 144), make(32, 144), (_PIECE, _PIECE))
 
 
 def compare_fp8_matmul(

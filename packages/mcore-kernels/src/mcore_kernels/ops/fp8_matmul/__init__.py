@@ -30,7 +30,7 @@ OPERATOR = Operator(
             limits=native_limits,
             second="triton",
             priority=20,
-            summary="torch's scaled product; of blocks, those of e4m3 in pieces with tiles of 128",
+            summary="torch's scaled product; of blocks, e4m3 in pieces of 128 with such or tiles",
         ),
     ),
 )

@@ -33,13 +33,15 @@ def native_limits(
 ) -> str | None:
     """What torch's scaled product takes."""
     blocks, dtype = (options["a_block"], options["b_block"]), options["dtype"]
-    if blocks == ((1, 128), (128, 128)):
+    if blocks[0] == (1, 128) and blocks[1] in ((1, 128), (128, 128)):
         if not a.dtype == b.dtype == torch.float8_e4m3fn:
             return "needs e4m3 in both factors for scales of blocks"
-        sizes = a.shape[0], b.shape[0], a.shape[1]
-        if any(size % 128 for size in sizes) or not a.numel():
-            return f"needs sizes that 128 divides for scales of blocks, got {sizes}"
-        return None if dtype == torch.bfloat16 else f"gives bfloat16 for blocks, not {dtype}"
+        sizes, least = (a.shape[0], b.shape[0], a.shape[1]), 128 if blocks[1][0] == 128 else 16
+        if any(size % least for size in sizes) or not (a.numel() and b.numel()):
+            return f"needs sizes that {least} divides for scales of blocks {blocks}, got {sizes}"
+        if dtype not in (torch.bfloat16, torch.float32):
+            return f"gives bfloat16 or float32 for blocks, not {dtype}"
+        return None
     if blocks not in (((0, 0), (0, 0)), ((1, 0), (1, 0))):
         return f"takes no scales of blocks {blocks}"
     if a.shape[1] % 16 or b.shape[0] % 16 or not (a.numel() and b.numel()):
