@@ -105,6 +105,11 @@ def real_calls(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield *given, {"cu_seqlens": ends, "max_seqlen": 500}
     if op == "grouped_linear":
         yield x(1024, 2048), x(16, 1536, 2048), torch.full((16,), 64), {}
+    if op == "sample":
+        rows = torch.ones(4)
+        cuts = {"top_k": torch.full((4,), 50), "top_p": rows.double(), "min_p": rows}
+        for given in ({}, {"top_k": cuts["top_k"]}, {"top_p": cuts["top_p"]}, cuts):
+            yield x(4, 151_936).detach(), rows.double(), {"temperature": rows, **given}
     if op == "moe_route":
         yield x(64, 128), None, {"rule": RoutingRule(top_k=8, normalise=True)}
         deepseek = RoutingRule(
@@ -134,6 +139,7 @@ def run_real(op: str, call: Any, dtype: torch.dtype) -> None:
         logits, labels = torch.zeros(4, 128_256, dtype=dtype), torch.zeros(4, dtype=torch.int64)
         maximum = call.local_max(logits)
         sums = call.partials(logits, labels, maximum, smoothing=True)
+        call.statistics(logits, labels)
         call.backward(
             logits, labels, maximum, sums[0], maximum, on_target=1.0, on_all=0.0, out=logits
         )

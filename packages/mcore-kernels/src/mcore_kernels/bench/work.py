@@ -352,16 +352,17 @@ def _gated_delta_rule(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
 
 def _sample(call: Any, of: Sizes, make: Make) -> Iterator[Work]:
     rows = 64
-    logits = make(rows, 8 * of.hidden, kind=torch.float32)
-    draws = torch.rand(rows, device=logits.device)
-    options = {
-        "temperature": torch.full((rows,), 0.7, device=logits.device),
-        "top_k": torch.full((rows,), 50, device=logits.device),
-    }
-    yield Work(
-        name="64 rows, top 50", run=lambda: call(logits, draws, **options),
-        num_bytes=4.0 * logits.numel(),
-    )  # fmt: skip
+    # As spread as those of a language model: a few hundred entries have nearly all of the weight.
+    logits = make(rows, 8 * of.hidden, kind=torch.float32).mul_(2.5)
+    draws = torch.rand(rows, device=logits.device, dtype=torch.float64)
+    heat, most, share = (torch.full((rows,), x, device=logits.device) for x in (0.7, 50, 0.9))
+    for name, cuts in (
+        ("64 rows, top 50", {"top_k": most}),
+        ("64 rows, share of 0.9", {"top_p": share}),
+        ("64 rows, uncut", {}),
+    ):
+        run = partial(call, logits, draws, temperature=heat, **cuts)
+        yield Work(name=name, run=run, num_bytes=4.0 * logits.numel())
 
 
 _WORKS: dict[str, Callable[[Any, Sizes, Make], Iterator[Work]]] = {
