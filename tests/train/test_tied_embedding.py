@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_parallel import GradientBuckets, ParallelConfig, ParallelMesh, init_from_env
+from mcore_parallel.data import main_grad
 from mcore_parallel.testing import RankPool
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.schedules import learning_rate
@@ -44,7 +45,7 @@ def train_rank(tree: dict[str, Any]) -> Copies:
     finish = GradientBuckets.finish
 
     def note(self: GradientBuckets) -> None:
-        shares.append(weight.main_grad.clone())  # type: ignore[attr-defined]
+        shares.append(main_grad(weight).clone())
         finish(self)
 
     with pytest.MonkeyPatch.context() as patch:

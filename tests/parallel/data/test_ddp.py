@@ -11,12 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from mcore_parallel import TensorLayout, param_specs
 from mcore_parallel.config import SHARDINGS, ParallelConfig
-from mcore_parallel.data import GradientBuckets, ShardedOptimizer, data_parallel, reduction
+from mcore_parallel.data import (
+    GradientBuckets,
+    ShardedOptimizer,
+    data_parallel,
+    main_grad,
+    reduction,
+)
 from mcore_parallel.layout import Box, gather_all
 from mcore_parallel.mesh import ParallelMesh
 from mcore_parallel.pipeline import one_f_one_b, run_schedule
-from mcore_parallel.protocols import SGD
+from mcore_parallel.protocols import SGD, TorchLinear
 from mcore_parallel.spec import GradSync, Init, ParamSpec
+from mcore_parallel.tensor import ColumnParallelLinear, VocabParallelEmbedding
 
 ZEROS = Init(kind="zeros")
 
@@ -43,6 +50,74 @@ class Tokens(nn.Module):
 
     def forward(self, values, tokens):
         return (values * self.weight).sum() / tokens
+
+
+class Watched(TorchLinear):
+    def __init__(self):
+        self.calls = []
+
+    def weight_grad(self, dy, x, out=None):
+        self.calls.append("add")
+        return super().weight_grad(dy, x, out)
+
+    def write_weight_grad(self, dy, x, out):
+        self.calls.append("write")
+        super().write_weight_grad(dy, x, out)
+
+
+class Mixed(nn.Module):
+    """A table, a layer that adds to the buffer itself, one of torch's, and one that is not used."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.table = VocabParallelEmbedding(6, 4, accumulate=True)
+        self.inner = ColumnParallelLinear(4, 3, linear=linear)
+        self.outer = nn.Linear(3, 2)
+        self.unused = nn.Linear(2, 2)
+        with torch.no_grad():
+            for index, param in enumerate(self.parameters()):
+                param.copy_(torch.arange(param.numel()).view(param.shape).add(index).cos())
+
+    def forward(self, tokens):
+        return self.outer(self.inner(self.table(tokens)).tanh()).square().sum()
+
+
+def test_what_is_left_of_the_step_before_is_written_over():
+    """A buffer full of NaN is as good as one of zeros, for every operator."""
+    linear = Watched()
+    model = Mixed(linear)
+    batches = [torch.tensor([0, 3]), torch.tensor([3, 5])]
+    plain = Mixed(TorchLinear())
+    sum(plain(tokens) for tokens in batches).backward()
+    buckets = buckets_of(model, make_mesh(bucket_size=20))
+    for _ in range(2):
+        for param in model.parameters():
+            main_grad(param).fill_(torch.nan)
+        buckets.zero()
+        with buckets.no_sync():
+            model(batches[0]).backward()
+        model(batches[1]).backward()
+        buckets.finish()
+        assert linear.calls == ["write", "add"]
+        linear.calls.clear()
+        for name, param in plain.named_parameters():
+            found = buckets.gradients()[f"grad/{name}"].tensor.view(param.shape)
+            wanted = torch.zeros_like(param) if param.grad is None else param.grad
+            torch.testing.assert_close(found, wanted, msg=name)
+
+
+def test_a_gradient_is_zero_until_there_is_one():
+    """Asked for at any time, and by whoever knows nothing of blank places."""
+    model = nn.Linear(2, 2)
+    buckets = buckets_of(model, ParallelMesh.single())
+    main_grad(model.weight).fill_(7.0)
+    buckets.zero()
+    assert not main_grad(model.weight).any()
+    main_grad(model.weight).add_(1.0)
+    assert (main_grad(model.weight) == 1.0).all()
+    buckets.finish()
+    assert not buckets.gradients()["grad/bias"].tensor.any()
+    assert (buckets.gradients()["grad/weight"].tensor == 1.0).all()
 
 
 def drop_buckets():
@@ -260,7 +335,7 @@ class AddsItself(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        ctx.weight.main_grad.add_(grad * x)
+        main_grad(ctx.weight).add_(grad * x)
         ctx.weight.grad_added_to_main = True
         return None, torch.full_like(x, torch.nan)
 

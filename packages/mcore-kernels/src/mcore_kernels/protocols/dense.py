@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 class LinearOp(Protocol):
-    """A matrix product `y = x Wᵀ (+ b)` whose three products can also be called one by one."""
+    """A matrix product `y = x Wᵀ (+ b)` whose three products can also be called one by one.
+
+    An implementation may have a method `write_weight_grad(dy, x, out)` as well: what `weight_grad`
+    would add to `out` is written over what is there, NaN included.
+    """
 
     amax_reduce: Callable[[Tensor], Tensor] | None
     """Hook for implementations with scales: local absolute maxima → the maxima over all ranks

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.collectives import Work, all_gather_into
+from mcore_parallel.data.main_grad import MainGrad
 from mcore_parallel.data.partition import Partition, Placement
 from mcore_parallel.data.share import Piece, Slot, sharding_groups, split_syncs
 from mcore_parallel.group import Group
@@ -20,27 +21,46 @@ from mcore_parallel.spec import ParamSpec
 class GradientBuffer:
     """The gradients of one bucket: all of them while they are accumulated, and this rank's share.
 
-    make: returns that many zeros. numel: of the whole; `owned` is the share of it.
-    With `kept` the share is a part of the whole, which is always there. Otherwise the whole has
-    memory only from the first gradient that is added to it until it has been reduced (`take`), and
-    the share is a buffer of its own.
+    make: returns that many zeros. numel: of the whole; `owned` is the share of it, `places` are
+    those of the parameters. With `kept` the share is a part of the whole, which is always there;
+    zeroing it marks its places as blank, and the first gradient of each overwrites what it has.
+    Otherwise the whole has memory only from the first gradient that is added to it until it has
+    been reduced (`take`), and the share is a buffer of its own.
     """
 
     def __init__(
-        self, make: Callable[[int], Tensor], numel: int, owned: slice, *, kept: bool
+        self,
+        make: Callable[[int], Tensor],
+        numel: int,
+        owned: slice,
+        *,
+        places: Sequence[slice],
+        kept: bool,
     ) -> None:
         self._make, self._numel, self.kept = make, numel, kept
+        self._places, self._blank = tuple(places), set[int]()
         self._whole = make(numel) if kept else None
         if self._whole is None:
             self.share = make(owned.stop - owned.start)
         else:
             self.share = self._whole[owned]
 
+    def place(self, index: int) -> tuple[Tensor, bool]:
+        """Return where a parameter's gradient lies, and whether it is to be written over.
+
+        It counts as written from then on.
+        """
+        blank = index in self._blank
+        self._blank.discard(index)
+        return self._memory()[self._places[index]], blank
+
     def whole(self) -> Tensor:
-        """Return the gradients of the whole bucket, to add to; zero where they had no memory."""
-        if self._whole is None:
-            self._whole = self._make(self._numel)
-        return self._whole
+        """Return the gradients of the whole bucket; zero where there were none yet."""
+        whole = self._memory()
+        for index in self._blank:
+            whole[self._places[index]].zero_()
+        self._blank.clear()
+        return whole
 
     def take(self) -> Tensor:
         """Return the whole; unless it is kept, the next gradients go into a new one."""
@@ -52,10 +72,15 @@ class GradientBuffer:
     def zero(self) -> None:
         """Set everything to zero, or forget it."""
         if self.kept:
-            self.whole().zero_()
+            self._blank.update(range(len(self._places)))
         else:
             self._whole = None
             self.share.zero_()
+
+    def _memory(self) -> Tensor:
+        if self._whole is None:
+            self._whole = self._make(self._numel)
+        return self._whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,24 +198,26 @@ def _make_bucket(slots: list[Slot], mesh: ParallelMesh, partition: Partition) ->
     values = torch.zeros(numel, dtype=first.param.dtype, device=first.param.device)
     deferred = _is_deferred(first)
     dtype = torch.promote_types(values.dtype, torch.float32)
+    starts = zip(slots, placement.offsets, strict=True)
+    places = [slice(offset, offset + slot.numel) for slot, offset in starts]
     gradients = GradientBuffer(
         partial(torch.zeros, dtype=dtype, device=values.device),
         numel,
         slice(*_owned(placement, shard)),
+        places=places,
         # What waits for other sums is summed once, at the end.
         kept=deferred or mesh.config.sharding in ("none", "optimizer"),
     )
     placed = []
-    for slot, offset in zip(slots, placement.offsets, strict=True):
-        within, shape = slice(offset, offset + slot.numel), slot.param.shape
+    for index, (slot, within) in enumerate(zip(slots, places, strict=True)):
+        shape = slot.param.shape
         with torch.no_grad():
             values[within] = slot.param.flatten()
         slot.param.data = values[within].view(shape)
         # Layers that compute weight gradients themselves add them here.
-        view = partial(_view, gradients, within, shape)
-        slot.param.main_grad = view() if gradients.kept else view  # type: ignore[attr-defined]
+        slot.param.main_grad = MainGrad(gradients, index, shape)  # type: ignore[attr-defined]
         slot.param.grad_added_to_main = False  # type: ignore[attr-defined]
-        placed.append(replace(slot, offset=offset))
+        placed.append(replace(slot, offset=within.start))
     return Bucket(
         slots=tuple(placed),
         shard=shard,
@@ -200,7 +227,3 @@ def _make_bucket(slots: list[Slot], mesh: ParallelMesh, partition: Partition) ->
         gradients=gradients,
         values=values,
     )
-
-
-def _view(gradients: GradientBuffer, within: slice, shape: torch.Size) -> Tensor:
-    return gradients.whole()[within].view(shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.collectives import all_reduce_
 from mcore_parallel.data.buckets import make_buckets
-from mcore_parallel.data.main_grad import main_grad
+from mcore_parallel.data.main_grad import take_main_grad
 from mcore_parallel.data.partition import Partition, flat
 from mcore_parallel.data.reduction import Reduction, sum_copies
 from mcore_parallel.data.share import Share, grads_of, reduction_group
@@ -253,7 +253,8 @@ class GradientBuckets:
             param.grad_added_to_main = False  # type: ignore[attr-defined]
         else:
             assert param.grad is not None
-            main_grad(param).add_(param.grad)
+            buffer, blank = take_main_grad(param)
+            (buffer.copy_ if blank else buffer.add_)(param.grad)
         param.grad = None
         if self._sync or passing:
             self._missing[index].discard(name)

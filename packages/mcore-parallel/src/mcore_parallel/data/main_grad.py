@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
+class _Places(Protocol):
+    """The flat buffer of a bucket, see `GradientBuffer`."""
+
+    def place(self, index: int) -> tuple[Tensor, bool]: ...
+
+
+class MainGrad:
+    """The attribute `main_grad` of a parameter in a bucket: where its gradient lies.
+
+    It may have no memory, or that of the step before, until it is asked for.
+    """
+
+    def __init__(self, places: _Places, index: int, shape: torch.Size) -> None:
+        self._places, self._index, self._shape = places, index, shape
+
+    def __call__(self) -> Tensor:
+        """Return the buffer, to be added to."""
+        buffer, blank = self.take()
+        return buffer.zero_() if blank else buffer
+
+    def take(self) -> tuple[Tensor, bool]:
+        """Return the buffer, and whether the caller has to write over it rather than add to it."""
+        buffer, blank = self._places.place(self._index)
+        return buffer.view(self._shape), blank
+
+
 def main_grad(parameter: Tensor) -> Tensor:
     """Return the buffer to which the gradient of a parameter in a bucket is added.
 
-    Its attribute `main_grad` is that buffer, or a function that returns it: where gradients are
-    sharded it has memory only while it is used.
+    Its attribute `main_grad` is that buffer, or a function that returns it (`MainGrad`).
     """
     buffer = parameter.main_grad  # type: ignore[attr-defined]
     found: Tensor = buffer() if callable(buffer) else buffer
     return found
+
+
+def take_main_grad(parameter: Tensor) -> tuple[Tensor, bool]:
+    """Return that buffer, and whether it is to be written over: what it has is no gradient.
+
+    Who asks has to write: the first gradient of a step then neither waits for zeros nor reads them.
+    """
+    buffer = parameter.main_grad  # type: ignore[attr-defined]
+    return buffer.take() if isinstance(buffer, MainGrad) else (main_grad(parameter), False)
 
 
 def added_to_main(parameter: Any) -> Tensor:

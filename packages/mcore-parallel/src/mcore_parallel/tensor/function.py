@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.collectives import all_gather
-from mcore_parallel.data.main_grad import added_to_main, main_grad
+from mcore_parallel.data.main_grad import added_to_main, take_main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.weights import DeferredGradients
 from mcore_parallel.protocols import EncodedLinearOp, LinearOp
@@ -43,9 +43,11 @@ def parallel_linear(
     Gradients of the weight: none when it is frozen. When the weight has an attribute `main_grad`
     (and `accumulate`), its gradient is added to that buffer at the buffer's precision; the weight's
     attribute `grad_added_to_main` becomes True, and autograd is handed a tensor without meaning, so
-    that hooks run and see that there is nothing to add. A weight with an attribute `deferred`
-    (`pipeline.DeferredGradients`; and `accumulate`) has its gradient computed when that says so. A
-    weight that other operators use too must have neither, or be passed with `accumulate=False`.
+    that hooks run and see that there is nothing to add. The first gradient of a step is written by
+    the operator's method `write_weight_grad(dy, x, out)` where it has one. A weight with an
+    attribute `deferred` (`pipeline.DeferredGradients`; and `accumulate`) has its gradient computed
+    when that says so. A weight that other operators use too must have neither, or be passed with
+    `accumulate=False`.
     """
     rows = x.reshape(-1, x.shape[-1])
     deferred = getattr(weight, "deferred", None) if accumulate else None
@@ -128,5 +130,10 @@ def _weight_grad_later(
 def _weight_grad(linear: LinearOp, dy: Tensor, x: Tensor, parameter: Any) -> Tensor:
     if parameter is None:
         return linear.weight_grad(dy, x)
-    linear.weight_grad(dy, x, out=main_grad(parameter))
+    buffer, blank = take_main_grad(parameter)
+    write = getattr(linear, "write_weight_grad", None)
+    if blank and write is not None:
+        write(dy, x, buffer)
+    else:
+        linear.weight_grad(dy, x, out=buffer.zero_() if blank else buffer)
     return added_to_main(parameter)

@@ -23,6 +23,15 @@ class MixedLinear(ReferenceLinear):
         with torch.no_grad():
             return torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
 
+    def write_weight_grad(self, dy: Tensor, x: Tensor, out: Tensor) -> None:
+        """See `ReferenceLinear`."""
+        if out.dtype != torch.float32 or dy.dtype == torch.float32:
+            super().write_weight_grad(dy, x, out)
+            return
+        with torch.no_grad():
+            # Times 0 is not read at all, not even where it is NaN.
+            torch.addmm(out, dy.t(), x, beta=0, out_dtype=torch.float32, out=out)
+
 
 LINEAR = MixedLinear()
 """The operator; it holds no state."""

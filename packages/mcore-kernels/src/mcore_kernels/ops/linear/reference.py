@@ -38,3 +38,8 @@ class ReferenceLinear:
                 return dy.t() @ x
             # A bf16 product would round every micro-batch's share before it reaches the buffer.
             return out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
+
+    def write_weight_grad(self, dy: Tensor, x: Tensor, out: Tensor) -> None:
+        """Write what `weight_grad` would add to `out` over what is there."""
+        with torch.no_grad():
+            torch.mm(dy.t().to(out.dtype), x.to(out.dtype), out=out)
