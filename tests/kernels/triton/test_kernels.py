@@ -1,14 +1,17 @@
 """Triton kernels against the specification, under torch.compile, and beyond their limits."""
 
 import copy
+import itertools
 import os
 import pickle
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from mcore_kernels import OPERATORS, KernelConfig, Kernels, Target, resolve
+from mcore_kernels import OPERATORS, KernelConfig, Kernels, LossTerms, Target, VocabShard, resolve
+from mcore_kernels.ops.cross_entropy.loss import LossCall
 from mcore_kernels.ops.norm_limits import MAX_HIDDEN
 from mcore_kernels.testing import assert_matches_reference, conformance
 from mcore_kernels.testing.case import Case
@@ -121,6 +124,52 @@ def test_a_sum_in_one_pass_is_two_operators(target: Target) -> None:
     grads = [torch.autograd.grad(one, leaves, (dy, dtotal)) for one in (one_pass, two)]
     for one, other in zip((*one_pass, *grads[0]), (*two, *grads[1]), strict=True):
         assert torch.equal(one, other)
+
+
+def test_one_read_of_logits_is_two(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maximum while the sum is taken: over several pieces of a row, of which some are -inf."""
+    module = sys.modules[resolve("cross_entropy", target=target, require="triton")._fn.__module__]
+    monkeypatch.setattr(module, "_options", lambda z: {"BLOCK": 16, "num_warps": 1})
+    op = resolve("cross_entropy", target=target, require="triton")
+    logits = torch.randn(6, 70, device=target.device_type).mul(20.0)
+    logits[1, :40] = -torch.inf
+    logits[2, 50:] = -torch.inf
+    logits[3, 33] = torch.nan
+    logits[4] = 3e4
+    logits[5] = -torch.inf
+    labels = torch.tensor([69, 45, 3, 4, 70, -1], device=target.device_type)
+    maximum, sums = op.statistics(logits, labels)
+    wanted = op.local_max(logits)
+    both = op.partials(logits, labels, wanted, smoothing=False)
+    assert sums[0, 3].isnan()
+    assert sums[:, 5].tolist() == [0.0, 0.0, 0.0]
+    assert maximum[5] == -torch.inf
+    rows = [0, 1, 2, 4]
+    assert torch.equal(maximum[rows], wanted[rows])
+    torch.testing.assert_close(sums[:, rows], both[:, rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_losses_over_shards_read_once(target: Target, shards: int) -> None:
+    """As torch has it, where a shard's own maximum is not that of all; one shard has no columns."""
+    op = resolve("cross_entropy", target=target, require="triton")
+    logits = torch.randn(5, 31, device=target.device_type).mul(3.0)
+    logits[2] = torch.arange(31.0, device=target.device_type)  # rises from shard to shard
+    labels = torch.tensor([0, 10, 30, 12, 8], device=target.device_type)
+    bounds = [0, 9, 9, 31] if shards == 3 else [0, 31]
+    pieces = [logits[:, a:b] for a, b in itertools.pairwise(bounds)]
+    tops = torch.stack([op.statistics(z, labels)[0] for z in pieces]).amax(0)
+    found = []
+    for index, z in enumerate(pieces):
+        shard = VocabShard(
+            vocab_size=31, first=bounds[index], reduce_max=lambda own: tops if shards > 1 else own
+        )
+        call = LossCall(op=op, shard=shard, terms=LossTerms(), on_all=0.0, entropy=False)
+        found.append(call.forward(z, labels).sums)
+    sums = torch.stack(found).sum(0)
+    torch.testing.assert_close(
+        sums[0].log() - sums[1], F.cross_entropy(logits, labels, reduction="none")
+    )
 
 
 def test_what_it_cannot_take_goes_to_the_declared_second(target: Target) -> None:

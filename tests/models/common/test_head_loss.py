@@ -95,6 +95,25 @@ def test_chunks_are_the_whole(
         assert equal(found[0][name], value), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("unit_gradient", [False, True])
+def test_in_other_dtypes(
+    dtype: torch.dtype, unit_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are of float32 for 16 bits, and of float64 for float64."""
+    found = []
+    for chunks in (True, False):
+        if not chunks:
+            whole(monkeypatch)
+        model = build_model(CONFIG, key=RngKey(1), dtype=dtype).train()
+        options = {"chunk_tokens": CHUNK, "unit_gradient": unit_gradient}
+        found.append(gradients(model, [example()], **options))
+    error = 2e-2 if dtype == torch.bfloat16 else 1e-6  # the mean is divided in float32
+    for name, value in found[1].items():
+        assert value.dtype == torch.promote_types(dtype, torch.float32)
+        assert (found[0][name] - value).norm() <= error * value.norm(), name
+
+
 def test_further_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that several losses use, each with a gradient of its own."""
     config = replace(CONFIG, mtp=MTPConfig(num_depths=2, loss_weight=0.7))

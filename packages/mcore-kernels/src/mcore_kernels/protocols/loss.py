@@ -19,6 +19,9 @@ class VocabLossOp(Protocol):
     Shards hold real columns only; their row stride may exceed V (a slice of a padded shard), and
     V may be 0. `labels` int64 [T] count the columns of this shard; a value outside [0, V) means
     that the label's column is on another shard.
+
+    An implementation may have a method `statistics(logits, labels)` as well: the local maximum, and
+    `partials` (without smoothing) with this one in place of the global one, from a single read.
     """
 
     def local_max(self, logits: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ def fused_head_loss(
         shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
             one over the number of tokens in the global batch.
         chunk_size: tokens at a time; default: logits of 768 MiB.
-        weight_grad_out: a buffer [V, H], float32 (float64 for such weights), that the gradient of the total is added to, already
-            in this call, so that no second one of its size is needed; `weight` itself gets none
-            then. The backward has to begin at the total: where its gradient is not 1, that of
-            hidden is NaN.
+        weight_grad_out: a buffer [V, H], float32 (float64 for such weights), that the gradient of
+            the total is added to, already in this call, so that no second one of its size is
+            needed; `weight` itself gets none then. The backward has to begin at the total: where
+            its gradient is not 1, that of hidden is NaN.
         add_later: add in the backward, when the gradient of the total is known; takes the second
             buffer.
 

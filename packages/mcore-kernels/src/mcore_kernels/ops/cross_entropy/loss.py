@@ -132,8 +132,7 @@ class LossCall:
         """One maximum and one sum over the shards."""
         shard = self.shard
         local = labels - shard.first
-        maximum = shard.reduce_max(self.op.local_max(logits))
-        sums = self.op.partials(logits, local, maximum, smoothing=self.on_all > 0.0)
+        maximum, sums = self._statistics(logits, local)
         if self.entropy:
             sums = torch.cat((sums, self.op.moments(logits, maximum).unsqueeze(0)))
         sums = shard.reduce_sum(sums)
@@ -143,6 +142,21 @@ class LossCall:
             valid=labels != self.terms.ignore_index,
             local=local,
         )
+
+    def _statistics(self, logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+        """The maximum over the shards, and this one's sums with it."""
+        one_pass = getattr(self.op, "statistics", None)
+        if one_pass is None or self.on_all:
+            maximum = self.shard.reduce_max(self.op.local_max(logits))
+            return maximum, self.op.partials(logits, local, maximum, smoothing=self.on_all > 0.0)
+        own, sums = one_pass(logits, local)
+        maximum = self.shard.reduce_max(own)
+        if maximum is own:
+            return own, sums
+        lower = own - maximum
+        sums[0] *= lower.exp()
+        sums[1] += torch.where((local >= 0) & (local < logits.shape[1]), lower, 0.0)
+        return maximum, sums
 
     def results(self, stats: TokenStats, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, log_prob, entropy), 0 where ignored; entropy is empty when not asked for."""

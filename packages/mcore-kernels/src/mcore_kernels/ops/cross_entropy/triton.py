@@ -63,6 +63,29 @@ def _partials_kernel(
 
 
 @triton.jit
+def _statistics_kernel(z_ptr, label_ptr, max_ptr, out_ptr, stride, t, v, BLOCK: tl.constexpr):
+    # The sum so far is that of exp(z - m), with the largest logit m so far (Milakov and Gimelshein
+    # 2018, arXiv:1805.02867). Where none was above -inf yet, 0 takes its place.
+    row = tl.program_id(0).to(tl.int64)
+    m = float("-inf")
+    total = 0.0
+    for start in range(0, v, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + row * stride + col, mask=col < v, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(m, tl.max(z, axis=0))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        total = total * tl.exp(m - base) + tl.sum(tl.exp(z - base), axis=0)
+        m = above
+    label = tl.load(label_ptr + row)
+    here = (label >= 0) & (label < v)
+    target = tl.load(z_ptr + row * stride + tl.where(here, label, 0)).to(tl.float32) - m
+    tl.store(max_ptr + row, m)
+    tl.store(out_ptr + row, total)
+    tl.store(out_ptr + t + row, tl.where(here, target, 0.0))
+    tl.store(out_ptr + 2 * t + row, 0.0)
+
+
+@triton.jit
 def _moments_kernel(z_ptr, max_ptr, out_ptr, stride, v, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(max_ptr + row)
@@ -135,6 +158,23 @@ class TritonVocabLoss(ReferenceVocabLoss):
                 SMOOTHING=smoothing, **_options(z),
             )  # fmt: skip
         return result
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `local_max` and `partials` with it, without smoothing, of one read of the logits.
+
+        A logit that is NaN shows in the sum, not in the maximum.
+        """
+        if not _served(logits):
+            maximum = self.local_max(logits)
+            return maximum, self.partials(logits, labels, maximum, smoothing=False)
+        z = _rows(logits)
+        maximum = z.new_empty(z.shape[0], dtype=torch.float32)
+        result = maximum.new_empty(3, z.shape[0])
+        with on_device(z):
+            _statistics_kernel[(z.shape[0],)](
+                z, labels.contiguous(), maximum, result, z.stride(0), *z.shape, **_options(z)
+            )
+        return maximum, result
 
     def moments(self, logits: Tensor, maximum: Tensor) -> Tensor:
         """See `VocabLossOp`."""
