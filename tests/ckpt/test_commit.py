@@ -104,6 +104,19 @@ def test_a_damaged_marker_is_passed_over_with_a_warning_and_never_swept(tmp_path
     assert save(tmp_path, 2).name == "step_00000002.1"
 
 
+def test_a_checkpoint_takes_no_checkpoints(tmp_path: Path) -> None:
+    """Saved inside another one, nobody would find it: loading there goes by the outer one."""
+    inside = save(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"step_00000001 is itself a checkpoint .it has COMMIT."):
+        save(inside, 2)
+    (tmp_path / "step_00000005").mkdir()
+    (tmp_path / "step_00000005" / "UNCOMMITTED").touch()
+    with pytest.raises(ValueError, match="save to the directory above it"):
+        save(tmp_path / "step_00000005", 2)
+    assert mcore_ckpt.list_checkpoints(tmp_path) == [inside]
+    assert not mcore_ckpt.verify(tmp_path).problems
+
+
 def test_opening_what_was_never_committed(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "COMMIT").rename(path / "UNCOMMITTED")

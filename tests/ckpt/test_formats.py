@@ -89,6 +89,10 @@ def test_a_manifest_comes_back() -> None:
         ({"version": "1"}, "version '1'; this release"),
         ({"tensors": {"model/w": {}}}, "here is damaged: KeyError"),
         ({"tensors": []}, "here is damaged"),
+        ({"files": {"../up": {"bytes": 1, "sha256": "0"}}}, "damaged: .*'../up' is no path within"),
+        ({"tensors": {"model/../../w": {}}}, "damaged: .*'model/../../w' is no path within"),
+        ({"documents": {"model/../zarr.json": "00"}}, "damaged: .*is no path within"),
+        ({"documents": {"/zarr.json": "00"}}, "damaged: .*is no path within"),
     ],
 )
 def test_a_bad_manifest(change: dict[str, object], message: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mcore_ckpt
+from mcore_ckpt.cli import main
 from mcore_ckpt.commit import Marker
 from mcore_ckpt.manifest import sha256
 from mcore_parallel.collectives import barrier
@@ -221,3 +222,9 @@ def test_a_newer_format_is_refused(path: Path) -> None:
     (path / "COMMIT").write_bytes(marker.encode())
     with pytest.raises(mcore_ckpt.CheckpointError, match=r"version 3; this release .* versions 1"):
         mcore_ckpt.open(path)
+    for look in (mcore_ckpt.verify, mcore_ckpt.find):
+        with pytest.raises(mcore_ckpt.CheckpointError, match="version 3; this release"):
+            look(path.parent)
+    with pytest.raises(mcore_ckpt.CheckpointError, match="version 3; this release"):
+        mcore_ckpt.find(path.parent, scan="full")
+    assert main(["verify", str(path)]) == 2, "it is no damage"

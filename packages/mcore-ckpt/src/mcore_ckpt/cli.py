@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from mcore_ckpt.commands import average, bench, diff, prune, reshard, verify
@@ -14,15 +15,25 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status.
 
     0: done. 1: `verify` found damage, or `diff` a difference. 2: a mistake of the user, told in one
-    line.
+    line. 130: interrupted.
     """
     arguments = _parser().parse_args(argv)
+    from mcore_ckpt.advice import advice
     from mcore_ckpt.errors import CheckpointError
 
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor will more be read
+        return 0
+    except KeyboardInterrupt:
+        print("mcore-ckpt: interrupted; what was half-written is no checkpoint", file=sys.stderr)
+        return 130
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"mcore-ckpt: {error}", file=sys.stderr)
+        hint = advice(error) if isinstance(error, OSError) else None
+        text = f"{error}: {hint}" if hint and hint not in str(error) else str(error)
+        print(f"mcore-ckpt: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
     return status
 

@@ -10,6 +10,7 @@ docs/checkpoint-format.md, "Commit".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -264,6 +265,20 @@ def read_manifest(storage: Readable, name: str) -> Manifest:
     )
 
 
+def check_directory(storage: Readable) -> None:
+    """Raise ValueError when what checkpoints are to be saved in is a checkpoint itself.
+
+    Whoever looks there would find that one, and never the newer ones inside.
+    """
+    for mark in (MARKER, UNCOMMITTED):
+        with contextlib.suppress(OSError):
+            storage.get(mark)
+            raise ValueError(
+                f"{storage.location('')} is itself a checkpoint (it has {mark}): save to the "
+                f"directory above it"
+            )
+
+
 def begin(storage: Storage, step: int) -> str:
     """Sweep what crashes left behind, and create the directory for a save of `step`.
 
@@ -271,8 +286,9 @@ def begin(storage: Storage, step: int) -> str:
     the new one then lies beside it, as `step_<number>.<attempt>`.
 
     Raises:
-        ValueError: something that is no checkpoint is in the way.
+        ValueError: something that is no checkpoint is in the way, or the directory is itself one.
     """
+    check_directory(storage)
     storage.make_directory("")
     try:
         _sweep(storage)

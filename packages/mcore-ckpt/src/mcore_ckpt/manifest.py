@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 from mcore_ckpt.codecs import Codec
 from mcore_ckpt.dtypes import stored_type
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, NewerFormatError
 from mcore_ckpt.grid import Grid
+from mcore_ckpt.names import check_paths
 
 FORMAT = "mcore-ckpt"
 VERSION = 2
@@ -162,11 +163,13 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} is not a checkpoint manifest: {error!r}") from None
         if found[0] != FORMAT or not isinstance(found[1], int) or not 1 <= found[1] <= VERSION:
-            raise CheckpointError(
+            raise NewerFormatError(
                 f"{where} has format {found[0]!r} version {found[1]!r}; this release of mcore-ckpt "
                 f"({producer()['mcore-ckpt']}) reads {FORMAT!r} versions 1 to {VERSION}"
             )
         try:
+            for key in ("tensors", "documents", "files"):
+                check_paths(document[key], "name")
             return Manifest(
                 step=document["step"],
                 tensors={name: _tensor(entry) for name, entry in document["tensors"].items()},

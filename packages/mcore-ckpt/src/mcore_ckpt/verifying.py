@@ -12,7 +12,7 @@ from mcore_ckpt.checksum import crc32
 from mcore_ckpt.commit import Located, Status, read_manifest, resolve, scan
 from mcore_ckpt.default_engine import DefaultEngine
 from mcore_ckpt.engine import Engine, Region
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, NewerFormatError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
 from mcore_ckpt.names import FILES, MARKER
 from mcore_ckpt.progress import Advance
@@ -61,6 +61,7 @@ def verify(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        CheckpointError: it is of a newer format, which is no damage.
     """
     return _verify(_locate(path, storage), advance)
 
@@ -89,6 +90,8 @@ def _verify(located: Located, advance: Advance | None) -> Verification:
     storage, name, where = located.storage, located.name, located.place
     try:
         manifest = read_manifest(storage, name)
+    except NewerFormatError:
+        raise
     except CheckpointError as error:
         problem = Problem(where=str(error), what="(nothing else can be checked)")
         return Verification(
