@@ -121,7 +121,7 @@ def test_counts_and_rules() -> None:
     low = use_low_precision(model, rules(Fp8Recipe(scaling="block"), "layers.0.*"))
     assert low is not None
     assert low.describe() == (
-        "linear layers: 6 in e4m3/e5m2 (scales of blocks), 4 in float32"
+        "linear layers: 6 in e4m3/e4m3 (scales of blocks), 4 in float32"
     )  # of the latent layer: into q and kv, out of both, o, gate_up and down
     assert not isinstance(model.layers["0"].get_submodule("mlp.down").linear, Fp8Linear)
     assert isinstance(model.layers["1"].get_submodule("mlp.down").linear, Fp8Linear)
