@@ -91,7 +91,7 @@ def test_losses_are_near_those_of_whole_products(
 
 EXPERTS: dict[str, Any] = {
     "pattern": ["*E", "*-"],
-    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 16, "aux_loss_coefficient": 0.01},
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 16},
 }
 
 
@@ -116,7 +116,7 @@ def test_experts_are_near_those_of_whole_products_and_go_on_bit_for_bit(tmp_path
     assert ours["extra/layers.0.moe.experts.down.scales/history"].shape == (3, 4, 3)
 
 
-@pytest.mark.parametrize("layout", ["ep=2,zero=1", "ep=2,zero=3", "pp=2,schedule=zb-h1"])
+@pytest.mark.parametrize("layout", ["ep=2,zero=1", "pp=2,schedule=zb-h1"])
 def test_layouts_of_experts(ranks: RankPool, layout: str) -> None:
     """Losses and gradients near those of one process, and the same on all ranks."""
     low = {"modules": ["*.experts.*"]}
