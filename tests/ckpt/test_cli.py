@@ -1,6 +1,7 @@
 """The command line: what it prints, and its exit status."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,35 @@ def test_a_mistake_is_told_in_one_line(
     assert captured.out == ""
     assert captured.err.startswith("mcore-ckpt: no committed checkpoint at ")
     assert captured.err.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough(directory: Path) -> None:
+    """`mcore-ckpt inspect … | head -1` says nothing of broken pipes."""
+    code = "from mcore_ckpt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "inspect", str(directory)],
+            stdout=writing, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_interrupted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends a command in one line, and leaves nothing that could be taken for its result."""
+
+    def read(*_: object, **__: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mcore_ckpt.Checkpoint, "read", read)
+    assert main(["reshard", str(directory), str(directory / "new")]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list((directory / "new").iterdir())
 
 
 def test_help_is_quick() -> None:
