@@ -122,6 +122,24 @@ def test_two_faults_are_told_apart(ranks: RankPool) -> None:
     assert ranks.run(one_after_another, 2) == [[said.format(0, 1)], [said.format(1, 0)]]
 
 
+def made_without_one(absent: int) -> str | None:
+    store, seconds = _torch.default_store(), datetime.timedelta(seconds=1)
+    if dist.get_rank() == absent:
+        store.wait(["given up 0", "given up 2"], datetime.timedelta(seconds=60))
+        return None
+    try:
+        Group.create(range(3), name="tp", timeout=seconds)
+    except CollectiveError as error:
+        store.set(f"given up {dist.get_rank()}", "1")
+        return str(error)
+    return "made"
+
+
+def test_who_does_not_come_when_a_group_is_made_is_named(ranks: RankPool) -> None:
+    said = "rank {}, Group.create over tp (ranks 0, 1, 2): wait timeout: rank 1 has not come"
+    assert ranks.run(made_without_one, 3, 1) == [said.format(0), None, said.format(2)]
+
+
 class Lost:
     """A communication with a rank that is gone, as torch gives it."""
 

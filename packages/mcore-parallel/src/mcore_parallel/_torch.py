@@ -93,7 +93,7 @@ def new_process_group(
         raise ValueError(f"group {label!r}: rank {rank} is not one of its ranks {list(ranks)}")
     members = "_".join(map(str, ranks))
     withdraw_fault()
-    generation = store.add(f"mcore/{label}/{members}/{rank}", 1)
+    generation = store.add(_made_key(label, ranks, rank), 1)
     helper: Any = c10d._new_process_group_helper
     with _without_bound_device(default):
         pg, _ = helper(
@@ -112,6 +112,18 @@ def new_process_group(
         # A member that is connected may close the group, to which another still connects.
         pg._get_backend(torch.device("cpu")).barrier().wait()
     return pg  # type: ignore[no-any-return]
+
+
+def who_has_not_come(ranks: Sequence[int], label: str) -> list[int]:
+    """Return the ranks that have not begun to make the group that this rank makes."""
+    store: Any = c10d._get_default_store()
+    begun = {rank: store.add(_made_key(label, ranks, rank), 0) for rank in ranks}
+    return [rank for rank in ranks if begun[rank] < begun[dist.get_rank()]]
+
+
+def _made_key(label: str, ranks: Sequence[int], rank: int) -> str:
+    """Under what a rank counts, in the store of the world, how often it has made such a group."""
+    return f"mcore/{label}/{'_'.join(map(str, ranks))}/{rank}"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from mcore_parallel.group import Group
 _STORE = 5.0  # seconds in which the store has to answer a rank in trouble
 _NOTICE = {True: 3.0, False: 1.0}  # seconds for the others to say that they failed, too, when late
 _POLL = 0.05
+_SILENT_STORE = "the store of torch.distributed does not answer, so nobody can say which rank it is"
 
 T = TypeVar("T")
 
@@ -80,8 +81,29 @@ def _named(operation: str, group: Group, error: RuntimeError) -> CollectiveError
     try:
         root = bounded(lambda: _Inquiry(operation, group, late).root())
     except TimeoutError:
-        root = "the store of torch.distributed does not answer, so nobody can say which rank it is"
+        root = _SILENT_STORE
     return CollectiveError(rank, operation, label, f"{what}: {root}")
+
+
+def not_made(name: str, ranks: tuple[int, ...], rank: int, error: RuntimeError) -> CollectiveError:
+    """Return what to raise where a group cannot be made: a member did not come, or went away."""
+
+    def absent() -> list[int] | None:
+        with contextlib.suppress(RuntimeError):  # the store went down with its rank
+            return _torch.who_has_not_come(ranks, name)
+        return None
+
+    reason = f"all have begun, and one went away or is late: {error}"
+    try:
+        missing = bounded(absent)
+    except TimeoutError:
+        missing = None
+    if missing is None:
+        reason = _SILENT_STORE
+    elif missing:
+        reason = f"{_ranks(missing)} {'have' if len(missing) > 1 else 'has'} not come"
+    label = f"{name} (ranks {', '.join(map(str, ranks))})"
+    return CollectiveError(rank, "Group.create", label, f"wait timeout: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_parallel import _torch
+from mcore_parallel._failure import is_lost
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class Group:
 
         Every member calls it, and nobody else; two groups of the same members are made in the same
         order everywhere. `backend` defaults to the world's. `close()` destroys it. A single rank
-        needs no torch.distributed.
+        needs no torch.distributed. `CollectiveError` names the members that do not come in time.
         """
         ranks = tuple(ranks)
         if len(ranks) == 1:
@@ -79,9 +80,16 @@ class Group:
                 f"group {name!r} of {len(ranks)} ranks needs torch.distributed: call "
                 f"mcore_parallel.init_from_env() or torch.distributed.init_process_group() first"
             )
-        pg = _torch.new_process_group(
-            ranks, name, backend=backend or dist.get_backend(), timeout=timeout
-        )
+        try:
+            pg = _torch.new_process_group(
+                ranks, name, backend=backend or dist.get_backend(), timeout=timeout
+            )
+        except RuntimeError as error:
+            from mcore_parallel.faults import not_made  # which knows groups
+
+            if not is_lost(error):
+                raise
+            raise not_made(name, ranks, dist.get_rank(), error) from error
         rank = ranks.index(dist.get_rank())
         return Group(rank, len(ranks), ranks, pg, name, timeout, owned=True)
 
