@@ -19,7 +19,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mcore_kernels.ops.chunks_triton import chunk_rows, product
+from mcore_kernels.ops.chunks_triton import (
+    between,
+    chunk_rows,
+    keep_sums,
+    keep_tile,
+    product,
+    sums,
+    tile,
+    tile_across,
+)
 
 
 @triton.jit
@@ -38,47 +47,17 @@ def totals_kernel(
     HEADS: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """Step sizes [T, h] to [h, T], and the sums of logarithms of what is kept.
-
-    Differences of sums cancel: they are summed in float64, and PAIR keeps what float32 does not
-    hold of them in a second tensor.
-    """
+    """Step sizes [T, h] to [h, T], and the sums of logarithms of what is kept."""
     _, first, stop = chunk_rows(tl.program_id(0), ends_ptr, chunks_ptr, t, count, halvings, LENGTH)
     row = first + tl.arange(0, LENGTH)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (row < stop)[:, None] & (head < heads)[None, :]
-    step = tl.load(step_ptr + row[:, None] * heads + head[None, :], mask=mask, other=0.0)
+    step = tile(step_ptr, row, heads, row < stop, head, head < heads)
     a = -tl.exp(tl.load(a_ptr + head, mask=head < heads, other=0.0).to(tl.float32))
     total = tl.cumsum(step.to(tl.float64) * a.to(tl.float64)[None, :], axis=0)
     at = head.to(tl.int64)[None, :] * t + row[:, None]
     tl.store(step_out_ptr + at, step, mask=mask)
-    short = total.to(tl.float32)
-    tl.store(total_ptr + at, short, mask=mask)
-    if PAIR:
-        rest = (total - short.to(tl.float64)).to(tl.float32)
-        tl.store(total_ptr + tl.cast(heads, tl.int64) * t + at, rest, mask=mask)
-
-
-@triton.jit
-def _sums(total_ptr, size, at, live, PAIR: tl.constexpr):
-    """Sums at `at`, and what float32 does not hold of them.
-
-    Rows behind a chunk's last are read as that one, so that no later sum is above an earlier one.
-    """
-    total = tl.load(total_ptr + at, mask=live, other=0.0)
-    rest = total
-    if PAIR:
-        rest = tl.load(total_ptr + size + at, mask=live, other=0.0)
-    return total, rest
-
-
-@triton.jit
-def _between(total, rest, since, since_rest, PAIR: tl.constexpr):
-    """exp(sum - earlier sum)."""
-    exponent = total - since
-    if PAIR:
-        exponent += rest - since_rest
-    return tl.exp(exponent)
+    keep_sums(total_ptr, tl.cast(heads, tl.int64) * t, at, total, mask, PAIR)
 
 
 @triton.jit
@@ -120,12 +99,11 @@ def carry_kernel(
     p = tl.program_id(1) // tiles * P + tl.arange(0, P)
     s = tl.program_id(1) % tiles * S + tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    at = p[:, None] * s_size + s[None, :]
-    inside = at_p[:, None] & at_s[None, :]
-    of_document = tl.program_id(0).to(tl.int64) * p_size * s_size
+    of_state = tl.cast(p_size, tl.int64) * s_size
+    at_document = tl.program_id(0) * of_state
     state = tl.zeros((P, S), dtype=tl.float32)
     if INITIAL:
-        state += tl.load(initial_ptr + of_document + at, mask=inside, other=0.0).to(tl.float32)
+        state += tile(initial_ptr + at_document, p, s_size, at_p, s, at_s).to(tl.float32)
     start = tl.load(ends_ptr + document).to(tl.int64)
     end = tl.load(ends_ptr + document + 1).to(tl.int64)
     chunk = tl.load(chunks_ptr + document)
@@ -137,30 +115,22 @@ def carry_kernel(
             nth = number - 1 - i
         first = start + nth * LENGTH
         stop = tl.minimum(first + LENGTH, end)
-        to = at_chunks_ptr + ((chunk + nth) * heads + head) * p_size * s_size
-        tl.store(to + at, state.to(at_chunks_ptr.dtype.element_ty), mask=inside)
+        at_chunk = at_chunks_ptr + ((chunk + nth) * heads + head) * of_state
+        keep_tile(at_chunk, p, s_size, at_p, s, at_s, state)
         row = first + tl.arange(0, LENGTH)
         live = row < stop
-        total, rest = _sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
-        last, last_rest = _sums(total_ptr, size, head * t + stop - 1, True, PAIR)
+        total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
+        last, last_rest = sums(total_ptr, size, head * t + stop - 1, True, PAIR)
         if BACK:
             factor = tl.exp(total)
         else:
             step = tl.load(step_ptr + head * t + row, mask=live, other=0.0)
-            factor = _between(last, last_rest, total, rest, PAIR) * step
-        x = tl.load(
-            x_ptr + row[None, :] * stride_xt + head * stride_xh + p[:, None],
-            mask=at_p[:, None] & live[None, :],
-            other=0.0,
-        )
-        b = tl.load(
-            b_ptr + row[:, None] * stride_bt + head // share * stride_bg + s[None, :],
-            mask=live[:, None] & at_s[None, :],
-            other=0.0,
-        )
+            factor = between(last, last_rest, total, rest, PAIR) * step
+        x = tile_across(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
+        b = tile(b_ptr + head // share * stride_bg, row, stride_bt, live, s, at_s)
         taken = (x.to(tl.float32) * factor[None, :]).to(b.dtype)
         state = product(taken, b, state * tl.exp(last), PRECISION, WIDEN)
-    tl.store(final_ptr + of_document + at, state, mask=inside)
+    keep_tile(final_ptr + at_document, p, s_size, at_p, s, at_s, state)
 
 
 @triton.jit
@@ -208,43 +178,25 @@ def outputs_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    c = tl.load(
-        c_ptr + row[:, None] * stride_ct + group * stride_cg + s[None, :],
-        mask=live[:, None] & at_s[None, :],
-        other=0.0,
-    )
-    b = tl.load(
-        b_ptr + row[None, :] * stride_bt + group * stride_bg + s[:, None],
-        mask=live[None, :] & at_s[:, None],
-        other=0.0,
-    )
+    c = tile(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
+    b = tile_across(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
     scores = product(c, b, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     earlier = i[:, None] >= i[None, :]
     size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
-        total, rest = _sums(
-            total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR
-        )
+        total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
         step = tl.load(step_ptr + at, mask=live, other=0.0)
-        decay = _between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
+        decay = between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
         shares = tl.where(earlier, scores * decay, 0.0) * step[None, :]
-        state = tl.load(
-            before_ptr
-            + (chunk * heads + head) * p_size * s_size
-            + p[None, :] * s_size
-            + s[:, None],
-            mask=at_p[None, :] & at_s[:, None] & of_document,
-            other=0.0,
-        )
-        mask = live[:, None] & at_p[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride_xt + head * stride_xh + p[None, :], mask, 0.0)
+        at_state = before_ptr + (chunk * heads + head) * p_size * s_size
+        state = tile_across(at_state, p, s_size, at_p & of_document, s, at_s)
+        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
         y = product(c, state, tl.zeros((LENGTH, P), dtype=tl.float32), PRECISION, WIDEN)
         y = product(shares.to(x.dtype), x, y * tl.exp(total)[:, None], PRECISION, WIDEN)
         if SKIP:
             y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
-        to = y_ptr + (row[:, None] * heads + head) * p_size + p[None, :]
-        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(row < stop)[:, None] & at_p[None, :])
+        keep_tile(y_ptr + head * p_size, row, heads * p_size, row < stop, p, at_p, y)
 
 
 @triton.jit
@@ -300,46 +252,30 @@ def input_gradients_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    mask_p = live[:, None] & at_p[None, :]
-    mask_s = live[:, None] & at_s[None, :]
-    b = tl.load(b_ptr + row[:, None] * stride_bt + group * stride_bg + s[None, :], mask_s, 0.0)
-    c = tl.load(
-        c_ptr + row[None, :] * stride_ct + group * stride_cg + s[:, None],
-        mask=live[None, :] & at_s[:, None],
-        other=0.0,
-    )
+    b = tile(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
+    c = tile_across(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
     scores = product(b, c, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     later = i[None, :] >= i[:, None]
     size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
-        total, rest = _sums(
-            total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR
-        )
-        last, last_rest = _sums(total_ptr, size, head * t + stop - 1, of_document, PAIR)
+        total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
+        last, last_rest = sums(total_ptr, size, head * t + stop - 1, of_document, PAIR)
         step = tl.load(step_ptr + at, mask=live, other=0.0)
-        decay = _between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
+        decay = between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
         shares = tl.where(later, scores * decay, 0.0)
-        left = tl.where(live, _between(last, last_rest, total, rest, PAIR), 0.0)
-        behind = tl.load(
-            behind_ptr
-            + (chunk * heads + head) * p_size * s_size
-            + p[None, :] * s_size
-            + s[:, None],
-            mask=at_p[None, :] & at_s[:, None] & of_document,
-            other=0.0,
-        )
-        at_dy = dy_ptr + row[:, None] * stride_dyt + head * stride_dyh + p[None, :]
-        dy = tl.load(at_dy, mask_p, 0.0)
+        left = tl.where(live, between(last, last_rest, total, rest, PAIR), 0.0)
+        at_state = behind_ptr + (chunk * heads + head) * p_size * s_size
+        behind = tile_across(at_state, p, s_size, at_p & of_document, s, at_s)
+        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, p, at_p)
         taken = product(b, behind, tl.zeros((LENGTH, P), dtype=tl.float32), PRECISION, WIDEN)
         taken = product(shares.to(dy.dtype), dy, taken * left[:, None], PRECISION, WIDEN)
-        x = tl.load(x_ptr + row[:, None] * stride_xt + head * stride_xh + p[None, :], mask_p, 0.0)
+        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
         x, dy = x.to(tl.float32), dy.to(tl.float32)
         dx = taken * step[:, None]
         if SKIP:
             dx += tl.load(d_ptr + head).to(tl.float32) * dy
-        to = dx_ptr + (row[:, None] * heads + head) * p_size + p[None, :]
-        tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=(row < stop)[:, None] & at_p[None, :])
+        keep_tile(dx_ptr + head * p_size, row, heads * p_size, row < stop, p, at_p, dx)
         tl.store(dstep_ptr + at, tl.sum(x * taken, axis=1), mask=row < stop)
         tl.store(dd_ptr + chunk * heads + head, tl.sum(tl.sum(x * dy, axis=1), axis=0))
 
@@ -402,10 +338,8 @@ def state_gradients_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    mask_p = live[:, None] & at_p[None, :]
-    mask_s = live[:, None] & at_s[None, :]
-    b = tl.load(b_ptr + row[:, None] * stride_bt + group * stride_bg + s[None, :], mask_s, 0.0)
-    c = tl.load(c_ptr + row[:, None] * stride_ct + group * stride_cg + s[None, :], mask_s, 0.0)
+    b = tile(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
+    c = tile(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     nothing = tl.zeros((LENGTH, S), dtype=tl.float32)
     grad = nothing
@@ -415,25 +349,21 @@ def state_gradients_kernel(
     size = tl.cast(heads, tl.int64) * t
     for head in range(group * share + begin, group * share + tl.minimum(begin + HEADS, share)):
         at = head * t + row
-        total, rest = _sums(
-            total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR
-        )
+        total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
         step = tl.load(step_ptr + at, mask=live, other=0.0)
-        x = tl.load(x_ptr + row[:, None] * stride_xt + head * stride_xh + p[None, :], mask_p, 0.0)
-        at_dy = dy_ptr + row[:, None] * stride_dyt + head * stride_dyh + p[None, :]
-        dy = tl.load(at_dy, mask_p, 0.0)
-        at_state = (chunk * heads + head) * p_size * s_size + p[:, None] * s_size + s[None, :]
-        mask = at_p[:, None] & at_s[None, :] & of_document
-        before = tl.load(before_ptr + at_state, mask, 0.0)
-        decay = _between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
+        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
+        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, p, at_p)
+        at_state = (chunk * heads + head) * p_size * s_size
+        before = tile(before_ptr + at_state, p, s_size, at_p & of_document, s, at_s)
+        decay = between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
         decay = tl.where(i[None, :] >= i[:, None], decay * step[:, None], 0.0)
         pairs = product(x, tl.trans(dy), square, PRECISION, WIDEN) * decay
         narrow = pairs.to(b.dtype)
         if OF_B:
-            behind = tl.load(behind_ptr + at_state, mask, 0.0)
+            behind = tile(behind_ptr + at_state, p, s_size, at_p & of_document, s, at_s)
             both = tl.sum(tl.sum(before.to(tl.float32) * behind.to(tl.float32), axis=1), axis=0)
-            last, last_rest = _sums(total_ptr, size, head * t + stop - 1, of_document, PAIR)
-            left = tl.where(live, _between(last, last_rest, total, rest, PAIR), 0.0) * step
+            last, last_rest = sums(total_ptr, size, head * t + stop - 1, of_document, PAIR)
+            left = tl.where(live, between(last, last_rest, total, rest, PAIR), 0.0) * step
             of_state = product(x, behind, nothing, PRECISION, WIDEN) * left[:, None]
             written = tl.sum(of_state * b.to(tl.float32), axis=1)
             at_last = tl.sum(written, axis=0) + tl.exp(last) * both
@@ -451,5 +381,5 @@ def state_gradients_kernel(
         dstep = tl.load(dstep_ptr + at, mask=row < stop, other=0.0)
         tl.store(dstep_ptr + at, dstep + a * da, mask=row < stop)
         tl.store(da_ptr + chunk * heads + head, a * tl.sum(da * step, axis=0))
-    to = ((block * t + row[:, None]) * groups + group) * s_size + s[None, :]
-    tl.store(grad_ptr + to, grad, mask=(row < stop)[:, None] & at_s[None, :])
+    to = (tl.cast(block, tl.int64) * t * groups + group) * s_size
+    keep_tile(grad_ptr + to, row, groups * s_size, row < stop, s, at_s, grad)
