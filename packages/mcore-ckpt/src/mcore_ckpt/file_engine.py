@@ -161,13 +161,14 @@ class _Pieces:
 
 
 def _read(storage: Readable, region: Region, scratch: _Scratch) -> Array:
-    grid, info = region.info.grid, region.info
-    number = next(grid.overlapping(region.box))
-    chunk = grid.box(number)
-    location = storage.location(f"{region.array}/{grid.key(number)}")
+    info = region.info
+    coordinates = [a // n for a, n in zip(region.box.start, info.chunk_shape, strict=True)]
+    location = storage.location(f"{region.array}/{info.grid.key_at(coordinates)}")
     inside = [
-        slice(a - b, a - b + n)
-        for a, b, n in zip(region.box.start, chunk.start, region.box.shape, strict=True)
+        slice(a - c * n, a - c * n + size)
+        for a, c, n, size in zip(
+            region.box.start, coordinates, info.chunk_shape, region.box.shape, strict=True
+        )
     ]
     rows = inside[0] if inside else slice(0, 1)
     stretch = (rows.stop - rows.start, *info.chunk_shape[1:]) if inside else ()

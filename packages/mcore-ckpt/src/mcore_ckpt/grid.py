@@ -118,7 +118,12 @@ class Grid:
 
     def key(self, number: int) -> str:
         """Return the chunk's file name within its array (zarr's `default` encoding with '.')."""
-        return ".".join(("c", *map(str, self.coordinates(number))))
+        return self.key_at(self.coordinates(number))
+
+    @staticmethod
+    def key_at(coordinates: Sequence[int]) -> str:
+        """Return the file name of the chunk at these grid coordinates."""
+        return ".".join(("c", *map(str, coordinates)))
 
     def overlapping(self, box: Box) -> Iterator[int]:
         """Yield the numbers of the chunks that hold some element of `box`."""

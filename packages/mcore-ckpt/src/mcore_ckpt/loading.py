@@ -14,7 +14,7 @@ from mcore_ckpt.agreement import together
 from mcore_ckpt.dtypes import converts, copy_into, stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.finding import find, open_for_all
-from mcore_ckpt.reading import Part, Reader, inside
+from mcore_ckpt.reading import Part, Reader, cut_out, inside
 from mcore_ckpt.scanning import Scan
 from mcore_ckpt.selection import Selection, renamed
 from mcore_ckpt.storage import Readable
@@ -145,7 +145,7 @@ class _Loading:
         def fill(number: int, data: torch.Tensor) -> None:
             part = parts[number]
             for piece in pieces[part.name, part.number]:
-                copy_into(piece.view, data[inside(piece.box, part.box)])
+                copy_into(piece.view, cut_out(data, piece.box, part.box))
 
         self.reader.visit(parts, fill)
 
@@ -175,6 +175,8 @@ class _Loading:
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
+    if len(boxes) == 1:
+        return boxes[0]
     start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
     stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))

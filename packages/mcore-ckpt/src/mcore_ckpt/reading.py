@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from mcore_ckpt.checksum import checksum
 from mcore_ckpt.dtypes import Array, from_numpy
 from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.manifest import Manifest, TensorInfo
+from mcore_ckpt.manifest import Manifest
 from mcore_ckpt.storage import Readable
 from mcore_parallel.layout import Box
 
@@ -55,12 +55,12 @@ class Reader:
             CheckpointError: a chunk is missing or unreadable, or (with `verify`) its checksum is
                 not the manifest's; names the array, the chunk and the file.
         """
-        regions = [self._region(part) for part in parts]
+        regions = self._regions(parts)
         arrays = self.engine.read(self.storage, regions)
         if self.verify:
             arrays = self._verified(parts, arrays)
         for part, region, array in zip(parts, regions, arrays, strict=True):
-            yield from_numpy(array, region.info.dtype)[inside(part.box, region.box)]
+            yield cut_out(from_numpy(array, region.info.dtype), part.box, region.box)
 
     def visit(self, parts: Sequence[Part], take: Callable[[int, torch.Tensor], None]) -> None:
         """Call `take` with the number and contents of each part, in any order and in many threads.
@@ -70,23 +70,33 @@ class Reader:
         Raises:
             CheckpointError: as `read`; other parts may have been taken by then.
         """
-        regions = [self._region(part) for part in parts]
+        regions = self._regions(parts)
 
         def check(number: int, array: Array) -> None:
             part, region = parts[number], regions[number]
             if self.verify and checksum(array) != self._expected(part):
                 raise self._damage(part)
-            take(number, from_numpy(array, region.info.dtype)[inside(part.box, region.box)])
+            take(number, cut_out(from_numpy(array, region.info.dtype), part.box, region.box))
 
         self.engine.visit(self.storage, regions, check)
 
-    def _region(self, part: Part) -> Region:
-        info = self.manifest.tensors[part.name]
-        array = self._array(part)
+    def _regions(self, parts: Sequence[Part]) -> list[Region]:
+        """Return what is read for the parts: to verify, their whole chunks."""
+        tensors = self.manifest.tensors
         if not self.verify:
-            return Region(array=array, info=info, box=part.box)
-        start = info.grid.box(part.number).start
-        return Region(array=array, info=_padded(info), box=Box(start, info.chunk_shape))
+            return [
+                Region(array=self._array(part), info=tensors[part.name], box=part.box)
+                for part in parts
+            ]
+        padded = {name: tensors[name].padded for name in {part.name for part in parts}}
+        return [
+            Region(
+                array=self._array(part),
+                info=padded[part.name],
+                box=padded[part.name].grid.box(part.number),
+            )
+            for part in parts
+        ]
 
     def _verified(self, parts: Sequence[Part], arrays: Iterator[Array]) -> Iterator[Array]:
         """Yield whole chunks when their checksums have been found right."""
@@ -128,7 +138,6 @@ def inside(box: Box, outer: Box) -> tuple[slice, ...]:
     )
 
 
-def _padded(info: TensorInfo) -> TensorInfo:
-    """Return the tensor made up of all of its chunks in full: the same chunks, no edge."""
-    counts = info.grid.counts
-    return replace(info, shape=tuple(c * n for c, n in zip(counts, info.chunk_shape, strict=True)))
+def cut_out(data: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
+    """Return the part `box` of a tensor that is `outer`."""
+    return data if box == outer else data[inside(box, outer)]
