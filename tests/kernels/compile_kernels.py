@@ -143,6 +143,9 @@ def run_real(op: str, call: Any, dtype: torch.dtype) -> None:
         call.backward(
             logits, labels, maximum, sums[0], maximum, on_target=1.0, on_all=0.0, out=logits
         )
+    if op == "grouped_linear":
+        dy, x = torch.zeros(16, 256, dtype=dtype), torch.zeros(16, 512, dtype=dtype)
+        call.write_weight_grad(dy, x, (8, 8), torch.zeros(2, 256, 512))
     if op == "moe_permute":
         assignment = Assignment.of(torch.arange(128).view(16, 8) % 64, 64)
         rows = call.permute(torch.zeros(16, 4096, dtype=dtype, requires_grad=True), assignment)

@@ -1,6 +1,7 @@
 """Triton kernels against the specification, under torch.compile, and beyond their limits."""
 
 import copy
+import dataclasses
 import itertools
 import os
 import pickle
@@ -170,6 +171,30 @@ def test_losses_over_shards_read_once(target: Target, shards: int) -> None:
     torch.testing.assert_close(
         sums[0].log() - sums[1], F.cross_entropy(logits, labels, reduction="none")
     )
+
+
+@pytest.mark.parametrize("name", ["reference", "triton", "native"])
+@pytest.mark.parametrize("counts", [(3, 0, 9), (0, 0, 0)])
+def test_first_gradients_of_experts_are_written_over(
+    target: Target, name: str, counts: tuple[int, ...]
+) -> None:
+    """Whatever the buffer has, NaN too; an expert without rows has zeros."""
+    wide = target.device_type == "cuda"
+    target = dataclasses.replace(target, dtype=torch.bfloat16 if wide else torch.float32)
+    if name == "native" and not wide:
+        return
+    op = resolve("grouped_linear", target=target, require=name)
+    generator = torch.Generator().manual_seed(0)
+    dy, x = (
+        torch.randn(sum(counts), size, generator=generator).to(target.device_type, target.dtype)
+        for size in (24, 40)
+    )
+    written = torch.full((3, 24, 40), torch.nan, device=target.device_type)
+    op.write_weight_grad(dy, x, counts, written)
+    added = torch.zeros_like(written)
+    op.weight_grad(dy, x, counts, added)
+    assert torch.equal(written, added)
+    assert not written[1].any()
 
 
 def test_what_it_cannot_take_goes_to_the_declared_second(target: Target) -> None:

@@ -51,7 +51,8 @@ class GroupedLinearOp(Protocol):
 
     An expert without rows contributes nothing. The three products record no autograd and return
     fresh tensors. Counts may be a tensor [E] on the device: implementations say whether they read
-    it back.
+    it back. They may have a method `write_weight_grad(dy, x, counts, out)` as well: what
+    `weight_grad` would add is written over what is there, zeros for experts without rows.
     """
 
     def __call__(self, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:

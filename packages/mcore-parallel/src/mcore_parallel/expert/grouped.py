@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from mcore_parallel.data.main_grad import main_grad
+from mcore_parallel.data.main_grad import take_main_grad
 from mcore_parallel.expert.encoded import EncodedGroupedOp, encoded_grouped
 from mcore_parallel.expert.rows_of import add_bias, bias_gradient, rows_of
 from mcore_parallel.protocols import LinearOp, TorchLinear
@@ -71,8 +71,9 @@ def grouped_linear(
 
     x [R, I] is sorted by expert, `counts[i]` rows of expert i; weight [e, O, I], bias [e, O].
     A weight with the attribute `main_grad` gets its gradient added there, and one with `deferred`
-    when that says so, as by `parallel_linear`. An expert without rows has a gradient of zero. An op
-    with a method `encode` (`EncodedGroupedOp`) encodes each factor once.
+    when that says so, as by `parallel_linear`; the first of a step is written by the op's method
+    `write_weight_grad(dy, x, counts, out)` where it has one. An expert without rows has a gradient
+    of zero. An op with a method `encode` (`EncodedGroupedOp`) encodes each factor once.
 
     Raises:
         ValueError: the counts are not one for each expert, or do not add up to R.
@@ -130,7 +131,12 @@ def _weight_grad(
         dw = torch.zeros_like(weight, requires_grad=False)
         op.weight_grad(dy, x, counts, dw)
         return dw
-    op.weight_grad(dy, x, counts, main_grad(weight))
+    buffer, blank = take_main_grad(weight)
+    write = getattr(op, "write_weight_grad", None)
+    if blank and write is not None:
+        write(dy, x, counts, buffer)
+    else:
+        op.weight_grad(dy, x, counts, buffer.zero_() if blank else buffer)
     weight.grad_added_to_main = True
     # Nobody reads it: only anomaly detection would, and mind what is in it.
     empty = torch.zeros_like if torch.is_anomaly_enabled() else torch.empty_like

@@ -45,6 +45,13 @@ class NativeGroupedLinear(ReferenceGroupedLinear):
         else:
             super().weight_grad(dy, x, counts, out)
 
+    def write_weight_grad(self, dy: Tensor, x: Tensor, counts: Counts, out: Tensor) -> None:
+        """See `ReferenceGroupedLinear`."""
+        if _served(x, out) and x.shape[0] < MANY_ROWS * out.shape[0]:
+            TRITON.write_weight_grad(dy, x, counts, out)
+        else:
+            super().write_weight_grad(dy, x, counts, out)
+
 
 def _served(x: Tensor, weight: Tensor) -> bool:
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0

@@ -37,3 +37,8 @@ class ReferenceGroupedLinear(GroupedLinear):
         """See `GroupedLinearOp`."""
         for i, rows in slices(counts, x.shape[0]):
             self.linear.weight_grad(dy[rows], x[rows], out=out[i])
+
+    def write_weight_grad(self, dy: Tensor, x: Tensor, counts: Counts, out: Tensor) -> None:
+        """Write what `weight_grad` would add to `out` over what is there."""
+        out.zero_()
+        self.weight_grad(dy, x, counts, out)

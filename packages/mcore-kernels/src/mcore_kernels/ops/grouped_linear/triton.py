@@ -99,6 +99,7 @@ def _weight_grad_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
     expert = tl.program_id(1)
     end = tl.load(ends_ptr + expert)
@@ -122,13 +123,16 @@ def _weight_grad_kernel(
         if WIDEN:
             dy, x = dy.to(tl.float32), x.to(tl.float32)
         total = tl.dot(dy, x, total, input_precision=PRECISION)
-    if end > start:
+    if WRITE or end > start:
         at = out_ptr + expert.to(tl.int64) * stride_expert
         at += of_out[:, None] * stride_out + of_in[None, :]
         mask = (of_out < n_out)[:, None] & (of_in < n_in)[None, :]
-        # Nobody else adds there, so that the result is the same each time; but the sum is made
-        # where the buffer lies, and no program waits for it.
-        tl.atomic_add(at, total, mask=mask, sem="relaxed")
+        if WRITE:
+            tl.store(at, total, mask=mask)
+        else:
+            # Nobody else adds there, so that the result is the same each time; but the sum is made
+            # where the buffer lies, and no program waits for it.
+            tl.atomic_add(at, total, mask=mask, sem="relaxed")
 
 
 def _precision(x: Tensor) -> dict[str, object]:
@@ -167,20 +171,30 @@ class TritonGroupedLinear(ReferenceGroupedLinear):
         """See `GroupedLinearOp`; buffers but float32 ones are served by the reference."""
         if out.dtype != torch.float32 or x.dtype == torch.float64 or out.stride(2) != 1:
             super().weight_grad(dy, x, counts, out)
-            return
-        if not (x.shape[0] and out.numel()):
-            return
-        dy, x = _lying(dy), _lying(x)
-        experts, n_out, n_in = out.shape
-        most_m, most_n, block_k, warps, stages = _tiles("grouped_weight_grad", x)
-        blocks = _size(n_out, most_m), _size(n_in, most_n)
-        grid = (triton.cdiv(n_out, blocks[0]) * triton.cdiv(n_in, blocks[1]), experts)
-        with on_device(x):
-            _weight_grad_kernel[grid](
-                dy, x, out, offsets(counts, x.device), n_out, n_in, dy.stride(0), x.stride(0),
-                out.stride(0), out.stride(1), BLOCK_M=blocks[0], BLOCK_N=blocks[1],
-                BLOCK_K=block_k, **_precision(x), num_warps=warps, num_stages=stages,
-            )  # fmt: skip
+        elif x.shape[0] and out.numel():
+            _weight_grad(dy, x, counts, out, write=False)
+
+    def write_weight_grad(self, dy: Tensor, x: Tensor, counts: Counts, out: Tensor) -> None:
+        """See `ReferenceGroupedLinear`."""
+        if out.dtype != torch.float32 or x.dtype == torch.float64 or out.stride(2) != 1:
+            super().write_weight_grad(dy, x, counts, out)
+        elif out.numel():
+            _weight_grad(dy, x, counts, out, write=True)
+
+
+def _weight_grad(dy: Tensor, x: Tensor, counts: Counts, out: Tensor, *, write: bool) -> None:
+    """Add to `out`, or `write` over what is there."""
+    dy, x = _lying(dy), _lying(x)
+    experts, n_out, n_in = out.shape
+    most_m, most_n, block_k, warps, stages = _tiles("grouped_weight_grad", x)
+    blocks = _size(n_out, most_m), _size(n_in, most_n)
+    grid = (triton.cdiv(n_out, blocks[0]) * triton.cdiv(n_in, blocks[1]), experts)
+    with on_device(x):
+        _weight_grad_kernel[grid](
+            dy, x, out, offsets(counts, x.device), n_out, n_in, dy.stride(0), x.stride(0),
+            out.stride(0), out.stride(1), BLOCK_M=blocks[0], BLOCK_N=blocks[1],
+            BLOCK_K=block_k, WRITE=write, **_precision(x), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
 
 def _rows(x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
