@@ -1,6 +1,7 @@
 """Which checkpoints exist: newest, retention, leftovers, saves over the same step."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,32 @@ def test_a_checkpoint_takes_no_checkpoints(tmp_path: Path) -> None:
         save(tmp_path / "step_00000005", 2)
     assert mcore_ckpt.list_checkpoints(tmp_path) == [inside]
     assert not mcore_ckpt.verify(tmp_path).problems
+
+
+class Interrupted(LocalStorage):
+    """Another save of the same directory runs when this one has written its chunks."""
+
+    step = 0
+
+    def sync(self, paths: Iterable[str]) -> None:
+        paths = list(paths)
+        if self.step and any("/c" in path for path in paths):
+            step, self.step = self.step, 0
+            save(self.root, step, value=2.0)
+        super().sync(paths)
+
+
+@pytest.mark.parametrize("other", [4, 5])
+def test_two_saves_at_a_time(tmp_path: Path, other: int) -> None:
+    """The first, which the other one swept, fails, says why, and takes nothing of the other's."""
+    storage = Interrupted(tmp_path)
+    storage.step = other
+    tensors = {"w": LayoutTensor(torch.ones(3), TensorLayout.whole("model/w", (3,)))}
+    with pytest.raises(mcore_ckpt.CheckpointError, match="only one may run there at a time"):
+        mcore_ckpt.save(tmp_path, step=4, tensors=tensors, storage=storage)
+    assert names(tmp_path) == [step_name(other)]
+    assert not mcore_ckpt.verify(tmp_path).problems
+    assert mcore_ckpt.open(tmp_path)["model/w"].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_opening_what_was_never_committed(tmp_path: Path) -> None:

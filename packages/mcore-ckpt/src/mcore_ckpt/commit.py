@@ -10,7 +10,6 @@ docs/checkpoint-format.md, "Commit".
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from enum import Enum
 from mcore_ckpt.addresses import Place, absolute, place, storage_at
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import FORMAT, Manifest, sha256
+from mcore_ckpt.marks import check_directory, new_mark
 from mcore_ckpt.names import MANIFEST, MARKER, UNCOMMITTED
 from mcore_ckpt.object_storage import ObjectStorage
 from mcore_ckpt.storage import Readable, Storage
@@ -186,9 +186,7 @@ def find_below(
     """Return the checkpoint at `path`, or the newest one below it.
 
     None when nothing is committed there, but for those called `without`, or `path` does not exist.
-
-    given: a storage in place of what is at `path`, which is then the name of a checkpoint in it, or
-        "" for the newest.
+    given: a storage in place of what is there; `path` is then a name in it, or "" for the newest.
 
     Raises:
         FileNotFoundError: `path` itself is a checkpoint that was never committed.
@@ -265,22 +263,10 @@ def read_manifest(storage: Readable, name: str) -> Manifest:
     )
 
 
-def check_directory(storage: Readable) -> None:
-    """Raise ValueError when what checkpoints are to be saved in is a checkpoint itself.
-
-    Whoever looks there would find that one, and never the newer ones inside.
-    """
-    for mark in (MARKER, UNCOMMITTED):
-        with contextlib.suppress(OSError):
-            storage.get(mark)
-            raise ValueError(
-                f"{storage.location('')} is itself a checkpoint (it has {mark}): save to the "
-                f"directory above it"
-            )
-
-
-def begin(storage: Storage, step: int) -> str:
+def begin(storage: Storage, step: int, mark: bytes | None = None) -> str:
     """Sweep what crashes left behind, and create the directory for a save of `step`.
+
+    mark: of the save, see `new_mark`.
 
     Returns its name. A committed checkpoint of the same step stays until the new one is committed:
     the new one then lies beside it, as `step_<number>.<attempt>`.
@@ -307,7 +293,7 @@ def begin(storage: Storage, step: int) -> str:
             )
     name = step_name(step, max(d.attempt for d in taken) + 1 if taken else 0)
     storage.make_directory(name)
-    storage.put(f"{name}/{UNCOMMITTED}", b"This checkpoint is being written.\n")
+    storage.put(f"{name}/{UNCOMMITTED}", mark or new_mark())
     # Durable before anything else in the directory: whatever a crash leaves here can be swept.
     storage.sync([f"{name}/{UNCOMMITTED}", name, ""])
     return name

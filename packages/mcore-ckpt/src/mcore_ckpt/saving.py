@@ -29,6 +29,7 @@ from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import check_json
+from mcore_ckpt.marks import check_mark, is_marked, new_mark
 from mcore_ckpt.names import DOCUMENT
 from mcore_ckpt.planning import Chunk, Round, WritePlan, describe
 from mcore_ckpt.plans import Plans
@@ -110,7 +111,6 @@ def save(
     what = f"saving step {step} to {os.fspath(directory)} failed, nothing was committed"
     state = {} if state is None else state
     description: dict[str, Any] = {}
-
     opened: list[Storage] = []
 
     def ask() -> dict[str, Any]:
@@ -180,7 +180,10 @@ def _on_cpu(tensors: Mapping[str, LayoutTensor]) -> dict[str, torch.Tensor]:
 
 @dataclass(kw_only=True)
 class _Saving:
-    """One save under way on one rank. `checksums` are of the chunks that this rank writes."""
+    """One save under way on one rank. `checksums` are of the chunks that this rank writes.
+
+    mark: what tells its directory from another save's. commits: whether that was looked at last.
+    """
 
     step: int
     group: Group
@@ -191,6 +194,8 @@ class _Saving:
     cancel: threading.Event
     checksums: dict[Chunk, tuple[int, ...]] = field(default_factory=dict)
     documents: ArrayDocuments = field(default_factory=ArrayDocuments)
+    mark: bytes = field(default_factory=new_mark)
+    commits: bool = False
 
     def run(
         self, tensors: Mapping[str, LayoutTensor], state: Any, files: Mapping[str, Path | bytes]
@@ -203,7 +208,7 @@ class _Saving:
             if not first:
                 return None
             contents.update(collect_files(files))
-            return with_advice(lambda: begin(self.storage, self.step))
+            return with_advice(lambda: begin(self.storage, self.step, self.mark))
 
         passing = (ValueError, FileNotFoundError)
         name: str = together(self.group, self.what, start, passing=passing)[0]
@@ -213,9 +218,16 @@ class _Saving:
 
             def settle() -> list[tuple[str, int, int]]:
                 self._check_cancel()
+                if first:
+                    check_mark(self.storage, name, self.mark)
                 if failure:
                     raise failure
-                writer.sync()
+                try:
+                    writer.sync()
+                except FileNotFoundError:
+                    if first:
+                        check_mark(self.storage, name, self.mark)
+                    raise
                 return [
                     (chunk.name, number, crc)
                     for chunk, sums in self.checksums.items()
@@ -227,17 +239,16 @@ class _Saving:
             rows = together(self.group, self.what, lambda: with_advice(settle))
 
             def commit_all() -> None:
+                check_mark(self.storage, name, self.mark)
+                self.commits = True
                 self._commit(name, writer, rows, state, contents)
 
-            together(
-                self.group,
-                self.what,
-                lambda: first and with_advice(commit_all),
-            )
+            together(self.group, self.what, lambda: first and with_advice(commit_all))
         except (CheckpointError, ValueError):
             if first:  # gives the space back; if that fails too, the next save sweeps it
                 with contextlib.suppress(OSError):
-                    remove_checkpoint(self.storage, name)
+                    if self.commits or is_marked(self.storage, name, self.mark):
+                        remove_checkpoint(self.storage, name)
             raise
         return name
 

@@ -21,6 +21,7 @@ from mcore_ckpt.dtypes import plain, stored_type, to_numpy
 from mcore_ckpt.engine import ChunkData, Engine
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import TensorInfo, check_json
+from mcore_ckpt.marks import check_mark, is_marked, new_mark
 from mcore_ckpt.names import DOCUMENT, check_path, check_tensor_names
 from mcore_ckpt.planning import tensor_info
 from mcore_ckpt.sources import MODEL, check_announced
@@ -111,7 +112,8 @@ class CheckpointSink:
         self._checksums[stored] = tuple(checksums[number] for number in sorted(checksums))
 
     def __enter__(self) -> Self:
-        self._name = begin(self._storage, self._step)
+        self._mark = new_mark()
+        self._name = begin(self._storage, self._step, self._mark)
         self._writer = Writer(self._storage, self._name)
         return self
 
@@ -121,15 +123,18 @@ class CheckpointSink:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        committed = False
+        committed = own = False
         try:
             if error is None:
+                check_mark(self._storage, self._name, self._mark)
+                own = True
                 self._commit()
                 committed = True
         finally:
             if not committed:  # if that fails too, the next save sweeps it
                 with contextlib.suppress(OSError):
-                    remove_checkpoint(self._storage, self._name)
+                    if own or is_marked(self._storage, self._name, self._mark):
+                        remove_checkpoint(self._storage, self._name)
 
     def _commit(self) -> None:
         missing = self._infos.keys() - self._checksums.keys()

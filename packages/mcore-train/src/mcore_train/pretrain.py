@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_ckpt.addresses import Place, check_shared, storage_at
-from mcore_ckpt.commit import check_directory
+from mcore_ckpt.marks import check_directory
 from mcore_models import check_layout, import_builders
 from mcore_parallel import ParallelMesh, init_from_env, launch_local, launched_by_torchrun
 from mcore_train.callbacks import (
