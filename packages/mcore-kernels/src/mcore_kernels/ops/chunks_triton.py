@@ -92,7 +92,10 @@ def between(total, rest, since, since_rest, PAIR: tl.constexpr):
 
 @triton.jit
 def tile(ptr, i, stride, at_i, j, at_j):
-    """Numbers at rows i and columns j, [i, j]; zeros outside."""
+    """Numbers at rows i and columns j, [i, j]; zeros outside.
+
+    i and j count from ptr, so that 32 bits hold them: places of 64 take a kernel's registers.
+    """
     at = ptr + i[:, None] * stride + j[None, :]
     return tl.load(at, mask=at_i[:, None] & at_j[None, :], other=0.0)
 

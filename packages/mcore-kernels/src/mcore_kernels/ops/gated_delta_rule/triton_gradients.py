@@ -69,16 +69,20 @@ def own_gradients_kernel(
     d = tl.arange(0, D)
     e = tl.program_id(2) * V + tl.arange(0, V)
     at_d, at_e = d < d_size, e < v_size
-    q = tile_across(q_ptr + head // share * stride_qh, row, stride_qt, live, d, at_d)
-    k = tile(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+    q = tile_across(
+        q_ptr + head // share * stride_qh + first * stride_qt, i, stride_qt, live, d, at_d
+    )
+    k = tile(k_ptr + head // share * stride_kh + first * stride_kt, i, stride_kt, live, d, at_d)
     total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     decay = between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
     shares = product(k, q, square, PRECISION, WIDEN) * decay * scale
     shares = tl.where(i[None, :] >= i[:, None], shares, 0.0).to(k.dtype)
-    dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, e, at_e)
+    dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, e, at_e)
     du = product(shares, dy, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
-    keep_tile(dwritten_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, du)
+    keep_tile(
+        dwritten_ptr + (first * heads + head) * v_size, i, heads * v_size, row < stop, e, at_e, du
+    )
 
 
 @triton.jit
@@ -127,26 +131,35 @@ def carry_back_kernel(
     chunk = tl.load(chunks_ptr + document)
     number = tl.load(chunks_ptr + document + 1) - chunk
     size = tl.cast(heads, tl.int64) * t
+    i = tl.arange(0, LENGTH)
     for step in range(number):
         nth = number - 1 - step
         first = start + nth * LENGTH
         stop = tl.minimum(first + LENGTH, end)
-        row = first + tl.arange(0, LENGTH)
+        row = first + i
         live = row < stop
         total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
         last, last_rest = sums(total_ptr, size, head * t + stop - 1, True, PAIR)
-        k = tile(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
-        q = tile_across(q_ptr + head // share * stride_qh, row, stride_qt, live, d, at_d)
-        seen = tile_across(seen_ptr + head * d_size, row, heads * d_size, live, d, at_d)
-        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, e, at_e)
-        du = tile(dwritten_ptr + head * v_size, row, heads * v_size, live, e, at_e).to(tl.float32)
+        k = tile(k_ptr + head // share * stride_kh + first * stride_kt, i, stride_kt, live, d, at_d)
+        q = tile_across(
+            q_ptr + head // share * stride_qh + first * stride_qt, i, stride_qt, live, d, at_d
+        )
+        seen = tile_across(
+            seen_ptr + (first * heads + head) * d_size, i, heads * d_size, live, d, at_d
+        )
+        dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, e, at_e)
+        du = tile(
+            dwritten_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e
+        ).to(tl.float32)
         narrow = state.to(k.dtype)
         at_chunk = behind_ptr + ((chunk + nth) * heads + head) * of_state
         keep_tile(at_chunk, d, v_size, at_d, e, at_e, narrow)
         nothing = tl.zeros((LENGTH, V), dtype=tl.float32)
         left = between(last, last_rest, total, rest, PAIR)
         du += product(k, narrow, nothing, PRECISION, WIDEN) * left[:, None]
-        keep_tile(dwritten_ptr + head * v_size, row, heads * v_size, live, e, at_e, du)
+        keep_tile(
+            dwritten_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e, du
+        )
         dy = (dy.to(tl.float32) * (tl.exp(total) * scale)[:, None]).to(k.dtype)
         state = product(q, dy, state * tl.exp(last), PRECISION, WIDEN)
         state = product(seen, (-du).to(k.dtype), state, PRECISION, WIDEN)
@@ -222,12 +235,14 @@ def gradients_kernel(
     for column in range(0, v_size, V):
         e = column + tl.arange(0, V)
         at_e = e < v_size
-        written = tile(written_ptr + head * v_size, row, heads * v_size, live, e, at_e)
+        written = tile(
+            written_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e
+        )
         before = tile(before_ptr + at_state, d, v_size, at_d & of_document, e, at_e)
         behind = tile(behind_ptr + at_state, d, v_size, at_d & of_document, e, at_e)
         grad = product(written, tl.trans(behind), grad, PRECISION, WIDEN)
         both += tl.sum(tl.sum(before.to(tl.float32) * behind.to(tl.float32), axis=1), axis=0)
-    k = tile(at_k, row, stride_kt, live, d, at_d)
+    k = tile(at_k + first * stride_kt, i, stride_kt, live, d, at_d)
     dk = grad * between(last, last_rest, total, rest, PAIR)[:, None]
     kept = tl.sum(dk * k.to(tl.float32), axis=1)
     at_last = tl.sum(kept, axis=0) + tl.exp(last) * both
@@ -242,19 +257,23 @@ def gradients_kernel(
     for column in range(0, v_size, V):
         e = column + tl.arange(0, V)
         at_e = e < v_size
-        du = tile(dwritten_ptr + head * v_size, row, heads * v_size, live, e, at_e)
+        du = tile(dwritten_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e)
         z = product(inverse, du, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
-        v = tile(v_ptr + head * stride_vh, row, stride_vt, live, e, at_e)
+        v = tile(v_ptr + head * stride_vh + first * stride_vt, i, stride_vt, live, e, at_e)
         dbeta += tl.sum(v.to(tl.float32) * z, axis=1)
         dv = z * beta[:, None]
-        keep_tile(dv_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, dv)
+        keep_tile(
+            dv_ptr + (first * heads + head) * v_size, i, heads * v_size, row < stop, e, at_e, dv
+        )
         z = z.to(du.dtype)
-        written = tile(written_ptr + head * v_size, row, heads * v_size, live, e, at_e)
+        written = tile(
+            written_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e
+        )
         before = tile(before_ptr + at_state, d, v_size, at_d & of_document, e, at_e)
         pairs = product(z, tl.trans(written), pairs, PRECISION, WIDEN)
         grad = product(z, tl.trans(before), grad, PRECISION, WIDEN)
     entering = tl.exp(total)
-    k = tile(at_k, row, stride_kt, live, d, at_d)
+    k = tile(at_k + first * stride_kt, i, stride_kt, live, d, at_d)
     of_state = tl.sum(grad * k.to(tl.float32), axis=1) * entering
     dbeta -= of_state
     dtotal -= of_state * beta
@@ -277,13 +296,15 @@ def gradients_kernel(
     for column in range(0, v_size, V):
         e = column + tl.arange(0, V)
         at_e = e < v_size
-        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, e, at_e)
-        written = tile(written_ptr + head * v_size, row, heads * v_size, live, e, at_e)
+        dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, e, at_e)
+        written = tile(
+            written_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e
+        )
         before = tile(before_ptr + at_state, d, v_size, at_d & of_document, e, at_e)
         pairs = product(dy, tl.trans(written), pairs, PRECISION, WIDEN)
         grad = product(dy, tl.trans(before), grad, PRECISION, WIDEN)
-    q = tile(q_ptr + head // share * stride_qh, row, stride_qt, live, d, at_d)
-    k = tile(at_k, row, stride_kt, live, d, at_d)
+    q = tile(q_ptr + head // share * stride_qh + first * stride_qt, i, stride_qt, live, d, at_d)
+    k = tile(at_k + first * stride_kt, i, stride_kt, live, d, at_d)
     dq = grad * (entering * scale)[:, None]
     dtotal += tl.sum(dq * q.to(tl.float32), axis=1)
     decay = between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
@@ -295,8 +316,8 @@ def gradients_kernel(
     dq = product(narrow, k, dq, PRECISION, WIDEN)
     dk = product(tl.trans(narrow), q, dk, PRECISION, WIDEN)
     keys = heads // share
-    to = (head % share * t * keys + head // share) * d_size
-    keep_tile(dq_ptr + to, row, keys * d_size, row < stop, d, at_d, dq)
-    keep_tile(dk_ptr + to, row, keys * d_size, row < stop, d, at_d, dk)
+    to = ((head % share * t + first) * keys + head // share) * d_size
+    keep_tile(dq_ptr + to, i, keys * d_size, row < stop, d, at_d, dq)
+    keep_tile(dk_ptr + to, i, keys * d_size, row < stop, d, at_d, dk)
     dg = tl.cumsum(tl.where(live, dtotal, 0.0), axis=0, reverse=True)
     tl.store(dg_ptr + row * heads + head, dg, mask=row < stop)

@@ -48,10 +48,11 @@ def totals_kernel(
 ):
     """Sums of g [T, h] as [h, T]."""
     _, first, stop = chunk_rows(tl.program_id(0), ends_ptr, chunks_ptr, t, count, halvings, LENGTH)
-    row = first + tl.arange(0, LENGTH)
+    i = tl.arange(0, LENGTH)
+    row = first + i
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     total = tl.cumsum(
-        tile(g_ptr, row, heads, row < stop, head, head < heads).to(tl.float64), axis=0
+        tile(g_ptr + first * heads, i, heads, row < stop, head, head < heads).to(tl.float64), axis=0
     )
     at = head.to(tl.int64)[None, :] * t + row[:, None]
     mask = (row < stop)[:, None] & (head < heads)[None, :]
@@ -99,7 +100,7 @@ def solve_kernel(
     size = tl.cast(heads, tl.int64) * t
     d, e = tl.arange(0, D), tl.arange(0, V)
     at_d, at_e = d < d_size, e < v_size
-    k = tile(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+    k = tile(k_ptr + head // share * stride_kh + first * stride_kt, i, stride_kt, live, d, at_d)
     total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
     beta = tl.load(beta_ptr + row * heads + head, mask=live, other=0.0).to(tl.float32)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
@@ -119,13 +120,17 @@ def solve_kernel(
     inverse = inverse.to(k.dtype)
     if KEEP:
         tl.store(inverse_ptr + at + i[:, None] * LENGTH + i[None, :], inverse)
-    v = tile(v_ptr + head * stride_vh, row, stride_vt, live, e, at_e)
+    v = tile(v_ptr + head * stride_vh + first * stride_vt, i, stride_vt, live, e, at_e)
     right = (v.to(tl.float32) * beta[:, None]).to(k.dtype)
     own = product(inverse, right, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
-    keep_tile(own_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, own)
+    keep_tile(
+        own_ptr + (first * heads + head) * v_size, i, heads * v_size, row < stop, e, at_e, own
+    )
     right = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
     seen = product(inverse, right, tl.zeros((LENGTH, D), dtype=tl.float32), PRECISION, WIDEN)
-    keep_tile(seen_ptr + head * d_size, row, heads * d_size, row < stop, d, at_d, seen)
+    keep_tile(
+        seen_ptr + (first * heads + head) * d_size, i, heads * d_size, row < stop, d, at_d, seen
+    )
 
 
 @triton.jit
@@ -169,22 +174,29 @@ def carry_kernel(
     end = tl.load(ends_ptr + document + 1).to(tl.int64)
     chunk = tl.load(chunks_ptr + document)
     size = tl.cast(heads, tl.int64) * t
+    i = tl.arange(0, LENGTH)
     for nth in range(tl.load(chunks_ptr + document + 1) - chunk):
         first = start + nth * LENGTH
         stop = tl.minimum(first + LENGTH, end)
-        row = first + tl.arange(0, LENGTH)
+        row = first + i
         live = row < stop
         total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
         last, last_rest = sums(total_ptr, size, head * t + stop - 1, True, PAIR)
-        seen = tile(seen_ptr + head * d_size, row, heads * d_size, live, d, at_d)
-        k = tile_across(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
-        own = tile(own_ptr + head * v_size, row, heads * v_size, live, e, at_e).to(tl.float32)
+        seen = tile(seen_ptr + (first * heads + head) * d_size, i, heads * d_size, live, d, at_d)
+        k = tile_across(
+            k_ptr + head // share * stride_kh + first * stride_kt, i, stride_kt, live, d, at_d
+        )
+        own = tile(own_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e).to(
+            tl.float32
+        )
         narrow = state.to(k.dtype)
         at_chunk = before_ptr + ((chunk + nth) * heads + head) * of_state
         keep_tile(at_chunk, d, v_size, at_d, e, at_e, narrow)
         nothing = tl.zeros((LENGTH, V), dtype=tl.float32)
         written = own - product(seen, narrow, nothing, PRECISION, WIDEN)
-        keep_tile(own_ptr + head * v_size, row, heads * v_size, live, e, at_e, written)
+        keep_tile(
+            own_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e, written
+        )
         left = between(last, last_rest, total, rest, PAIR)
         written = (written * left[:, None]).to(k.dtype)
         state = product(k, written, state * tl.exp(last), PRECISION, WIDEN)
@@ -231,8 +243,10 @@ def outputs_kernel(
     d = tl.arange(0, D)
     e = tl.program_id(2) * V + tl.arange(0, V)
     at_d, at_e = d < d_size, e < v_size
-    q = tile(q_ptr + head // share * stride_qh, row, stride_qt, live, d, at_d)
-    k = tile_across(k_ptr + head // share * stride_kh, row, stride_kt, live, d, at_d)
+    q = tile(q_ptr + head // share * stride_qh + first * stride_qt, i, stride_qt, live, d, at_d)
+    k = tile_across(
+        k_ptr + head // share * stride_kh + first * stride_kt, i, stride_kt, live, d, at_d
+    )
     total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     decay = between(total[:, None], rest[:, None], total[None, :], rest[None, :], PAIR)
@@ -240,7 +254,7 @@ def outputs_kernel(
     shares = tl.where(i[:, None] >= i[None, :], shares, 0.0).to(q.dtype)
     at_chunk = before_ptr + (chunk * heads + head) * d_size * v_size
     before = tile(at_chunk, d, v_size, at_d & of_document, e, at_e)
-    written = tile(written_ptr + head * v_size, row, heads * v_size, live, e, at_e)
+    written = tile(written_ptr + (first * heads + head) * v_size, i, heads * v_size, live, e, at_e)
     y = product(q, before, tl.zeros((LENGTH, V), dtype=tl.float32), PRECISION, WIDEN)
     y = product(shares, written, y * tl.exp(total)[:, None], PRECISION, WIDEN) * scale
-    keep_tile(y_ptr + head * v_size, row, heads * v_size, row < stop, e, at_e, y)
+    keep_tile(y_ptr + (first * heads + head) * v_size, i, heads * v_size, row < stop, e, at_e, y)

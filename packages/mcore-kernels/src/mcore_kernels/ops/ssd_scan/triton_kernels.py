@@ -49,10 +49,11 @@ def totals_kernel(
 ):
     """Step sizes [T, h] to [h, T], and the sums of logarithms of what is kept."""
     _, first, stop = chunk_rows(tl.program_id(0), ends_ptr, chunks_ptr, t, count, halvings, LENGTH)
-    row = first + tl.arange(0, LENGTH)
+    i = tl.arange(0, LENGTH)
+    row = first + i
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (row < stop)[:, None] & (head < heads)[None, :]
-    step = tile(step_ptr, row, heads, row < stop, head, head < heads)
+    step = tile(step_ptr + first * heads, i, heads, row < stop, head, head < heads)
     a = -tl.exp(tl.load(a_ptr + head, mask=head < heads, other=0.0).to(tl.float32))
     total = tl.cumsum(step.to(tl.float64) * a.to(tl.float64)[None, :], axis=0)
     at = head.to(tl.int64)[None, :] * t + row[:, None]
@@ -109,15 +110,16 @@ def carry_kernel(
     chunk = tl.load(chunks_ptr + document)
     number = tl.load(chunks_ptr + document + 1) - chunk
     size = tl.cast(heads, tl.int64) * t
-    for i in range(number):
-        nth = i
+    i = tl.arange(0, LENGTH)
+    for turn in range(number):
+        nth = turn
         if BACK:
-            nth = number - 1 - i
+            nth = number - 1 - turn
         first = start + nth * LENGTH
         stop = tl.minimum(first + LENGTH, end)
         at_chunk = at_chunks_ptr + ((chunk + nth) * heads + head) * of_state
         keep_tile(at_chunk, p, s_size, at_p, s, at_s, state)
-        row = first + tl.arange(0, LENGTH)
+        row = first + i
         live = row < stop
         total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), True, PAIR)
         last, last_rest = sums(total_ptr, size, head * t + stop - 1, True, PAIR)
@@ -126,8 +128,8 @@ def carry_kernel(
         else:
             step = tl.load(step_ptr + head * t + row, mask=live, other=0.0)
             factor = between(last, last_rest, total, rest, PAIR) * step
-        x = tile_across(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
-        b = tile(b_ptr + head // share * stride_bg, row, stride_bt, live, s, at_s)
+        x = tile_across(x_ptr + head * stride_xh + first * stride_xt, i, stride_xt, live, p, at_p)
+        b = tile(b_ptr + head // share * stride_bg + first * stride_bt, i, stride_bt, live, s, at_s)
         taken = (x.to(tl.float32) * factor[None, :]).to(b.dtype)
         state = product(taken, b, state * tl.exp(last), PRECISION, WIDEN)
     keep_tile(final_ptr + at_document, p, s_size, at_p, s, at_s, state)
@@ -178,8 +180,8 @@ def outputs_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    c = tile(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
-    b = tile_across(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
+    c = tile(c_ptr + group * stride_cg + first * stride_ct, i, stride_ct, live, s, at_s)
+    b = tile_across(b_ptr + group * stride_bg + first * stride_bt, i, stride_bt, live, s, at_s)
     scores = product(c, b, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     earlier = i[:, None] >= i[None, :]
     size = tl.cast(heads, tl.int64) * t
@@ -191,12 +193,14 @@ def outputs_kernel(
         shares = tl.where(earlier, scores * decay, 0.0) * step[None, :]
         at_state = before_ptr + (chunk * heads + head) * p_size * s_size
         state = tile_across(at_state, p, s_size, at_p & of_document, s, at_s)
-        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
+        x = tile(x_ptr + head * stride_xh + first * stride_xt, i, stride_xt, live, p, at_p)
         y = product(c, state, tl.zeros((LENGTH, P), dtype=tl.float32), PRECISION, WIDEN)
         y = product(shares.to(x.dtype), x, y * tl.exp(total)[:, None], PRECISION, WIDEN)
         if SKIP:
             y += tl.load(d_ptr + head).to(tl.float32) * x.to(tl.float32)
-        keep_tile(y_ptr + head * p_size, row, heads * p_size, row < stop, p, at_p, y)
+        keep_tile(
+            y_ptr + (first * heads + head) * p_size, i, heads * p_size, row < stop, p, at_p, y
+        )
 
 
 @triton.jit
@@ -252,8 +256,8 @@ def input_gradients_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    b = tile(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
-    c = tile_across(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
+    b = tile(b_ptr + group * stride_bg + first * stride_bt, i, stride_bt, live, s, at_s)
+    c = tile_across(c_ptr + group * stride_cg + first * stride_ct, i, stride_ct, live, s, at_s)
     scores = product(b, c, tl.zeros((LENGTH, LENGTH), dtype=tl.float32), PRECISION, WIDEN)
     later = i[None, :] >= i[:, None]
     size = tl.cast(heads, tl.int64) * t
@@ -267,15 +271,17 @@ def input_gradients_kernel(
         left = tl.where(live, between(last, last_rest, total, rest, PAIR), 0.0)
         at_state = behind_ptr + (chunk * heads + head) * p_size * s_size
         behind = tile_across(at_state, p, s_size, at_p & of_document, s, at_s)
-        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, p, at_p)
+        dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, p, at_p)
         taken = product(b, behind, tl.zeros((LENGTH, P), dtype=tl.float32), PRECISION, WIDEN)
         taken = product(shares.to(dy.dtype), dy, taken * left[:, None], PRECISION, WIDEN)
-        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
+        x = tile(x_ptr + head * stride_xh + first * stride_xt, i, stride_xt, live, p, at_p)
         x, dy = x.to(tl.float32), dy.to(tl.float32)
         dx = taken * step[:, None]
         if SKIP:
             dx += tl.load(d_ptr + head).to(tl.float32) * dy
-        keep_tile(dx_ptr + head * p_size, row, heads * p_size, row < stop, p, at_p, dx)
+        keep_tile(
+            dx_ptr + (first * heads + head) * p_size, i, heads * p_size, row < stop, p, at_p, dx
+        )
         tl.store(dstep_ptr + at, tl.sum(x * taken, axis=1), mask=row < stop)
         tl.store(dd_ptr + chunk * heads + head, tl.sum(tl.sum(x * dy, axis=1), axis=0))
 
@@ -338,8 +344,8 @@ def state_gradients_kernel(
     live = (row < stop) & of_document
     p, s = tl.arange(0, P), tl.arange(0, S)
     at_p, at_s = p < p_size, s < s_size
-    b = tile(b_ptr + group * stride_bg, row, stride_bt, live, s, at_s)
-    c = tile(c_ptr + group * stride_cg, row, stride_ct, live, s, at_s)
+    b = tile(b_ptr + group * stride_bg + first * stride_bt, i, stride_bt, live, s, at_s)
+    c = tile(c_ptr + group * stride_cg + first * stride_ct, i, stride_ct, live, s, at_s)
     square = tl.zeros((LENGTH, LENGTH), dtype=tl.float32)
     nothing = tl.zeros((LENGTH, S), dtype=tl.float32)
     grad = nothing
@@ -351,8 +357,8 @@ def state_gradients_kernel(
         at = head * t + row
         total, rest = sums(total_ptr, size, head * t + tl.minimum(row, stop - 1), of_document, PAIR)
         step = tl.load(step_ptr + at, mask=live, other=0.0)
-        x = tile(x_ptr + head * stride_xh, row, stride_xt, live, p, at_p)
-        dy = tile(dy_ptr + head * stride_dyh, row, stride_dyt, live, p, at_p)
+        x = tile(x_ptr + head * stride_xh + first * stride_xt, i, stride_xt, live, p, at_p)
+        dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, p, at_p)
         at_state = (chunk * heads + head) * p_size * s_size
         before = tile(before_ptr + at_state, p, s_size, at_p & of_document, s, at_s)
         decay = between(total[None, :], rest[None, :], total[:, None], rest[:, None], PAIR)
@@ -381,5 +387,5 @@ def state_gradients_kernel(
         dstep = tl.load(dstep_ptr + at, mask=row < stop, other=0.0)
         tl.store(dstep_ptr + at, dstep + a * da, mask=row < stop)
         tl.store(da_ptr + chunk * heads + head, a * tl.sum(da * step, axis=0))
-    to = (tl.cast(block, tl.int64) * t * groups + group) * s_size
-    keep_tile(grad_ptr + to, row, groups * s_size, row < stop, s, at_s, grad)
+    to = ((block * t + first) * groups + group) * s_size
+    keep_tile(grad_ptr + to, i, groups * s_size, row < stop, s, at_s, grad)
