@@ -1,6 +1,6 @@
 """Writes the fixtures: small checkpoints of megatron-core, and hashes of what was in memory.
 
-python make_fixtures.py            where megatron-core 0.16.1 is installed
+python make_fixtures.py            where megatron-core 0.16.1 is installed, and einops
 """
 
 import json
@@ -26,9 +26,11 @@ def main() -> None:
     cases = json.loads((FOLDER / "cases.json").read_text())
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        (out / "cases.json").write_text(json.dumps([{**SMALL, **case} for case in cases]))
-        script = Path(__file__).with_name("oracle.py")
-        subprocess.run([sys.executable, script, out / "cases.json", out], check=True)
+        for script, sharded in (("oracle.py", False), ("fsdp_oracle.py", True)):
+            theirs = [case for case in cases if (case.get("format") == "fsdp_dtensor") is sharded]
+            (out / "cases.json").write_text(json.dumps([{**SMALL, **case} for case in theirs]))
+            where = Path(__file__).with_name(script)
+            subprocess.run([sys.executable, where, out / "cases.json", out], check=True)
         for path in out.glob("*.pt"):
             path.with_suffix(".json").write_text(json.dumps(_hashed(path)))
             path.unlink()
