@@ -45,6 +45,9 @@ class QuantizeOp(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the pair of x [R, C], and that of xᵀ: data [C, R] and its scales, in one pass."""
 
+    def amax(self, x: Tensor) -> Tensor:
+        """Return the largest absolute value of x [R, C], float32 [1]; a NaN makes it NaN."""
+
 
 class Fp8MatmulOp(Protocol):
     """The product of two matrices of numbers of 8 bits, both lying along what is summed."""

@@ -61,9 +61,9 @@ def _amax_kernel(
     expert, row, rows = _piece(ends_ptr, tl.program_id(0), num_experts, EXPERTS)
     if expert < num_experts:
         col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        found = tl.zeros((16, BLOCK), dtype=tl.int32)
-        for step in range(0, 8):
-            local = step * 16 + tl.arange(0, 16)
+        found = tl.zeros((32, BLOCK), dtype=tl.int32)
+        for step in range(0, 4):
+            local = step * 32 + tl.arange(0, 32)
             at = x_ptr + (row + local).to(tl.int64)[:, None] * stride_r + col[None, :]
             mask = (local < rows)[:, None] & (col < c)[None, :]
             found = tl.maximum(found, size_bits(tl.load(at, mask=mask, other=0.0).to(tl.float32)))
@@ -280,10 +280,10 @@ class TritonFp8Grouped(ReferenceFp8Grouped):
             return super().amax(x, counts)
         ends = _ends(counts, x.device)
         bits = torch.zeros(len(counts), dtype=torch.int32, device=x.device)
-        grid = num_places(counts, x.shape[0]) // ROOM, triton.cdiv(x.shape[1], 512)
+        grid = num_places(counts, x.shape[0]) // ROOM, triton.cdiv(x.shape[1], 256)
         with on_device(x):
             _amax_kernel[grid](
-                x, bits, ends, len(counts), x.shape[1], x.stride(0), BLOCK=512,
+                x, bits, ends, len(counts), x.shape[1], x.stride(0), BLOCK=256,
                 EXPERTS=_wide(len(counts)), num_warps=8,
             )  # fmt: skip
         return bits.view(torch.float32)

@@ -15,7 +15,6 @@ from torch import Tensor
 from mcore_kernels.ops.linear.fp8_state import ROLES, Fp8State, Pair, Ways, there
 from mcore_kernels.protocols.quant import Fp8MatmulOp, QuantizeOp
 from mcore_kernels.quant.recipe import Fp8Recipe
-from mcore_kernels.quant.scaling import block_amax
 from mcore_kernels.registry import resolve
 from mcore_kernels.target import Target
 
@@ -177,7 +176,7 @@ class Fp8Linear(Fp8State):
         return first, self._quantize(x.t(), fmt, block, **scales) if across else None
 
     def _found(self, role: str, x: Tensor, learn: bool) -> dict[str, Any]:
-        scales = self._scales(role, lambda: block_amax(x.detach(), (0, 0)).view(1), learn)
+        scales = self._scales(role, lambda: self._quantize.amax(x.detach()), learn)
         if "scale" in scales:
             scales["scale"] = scales["scale"].view(1, 1)
         return scales

@@ -47,6 +47,11 @@ class ReferenceQuantize:
         across = self(x.t(), fmt, block, **options)  # type: ignore[arg-type]
         return *self(x, fmt, block, **options), *across  # type: ignore[arg-type]
 
+    @torch.no_grad()
+    def amax(self, x: Tensor) -> Tensor:
+        """See `QuantizeOp`."""
+        return block_amax(x, (0, 0)).view(1)
+
 
 QUANTIZE = ReferenceQuantize()
 """The operator; it holds no state."""

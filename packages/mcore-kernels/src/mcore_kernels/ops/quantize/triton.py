@@ -139,6 +139,14 @@ class TritonQuantize(ReferenceQuantize):
             )
         return _quantize(x, fmt, block, scale, margin, power_of_two)
 
+    def amax(self, x: Tensor) -> Tensor:
+        """See `QuantizeOp`."""
+        x = x.detach()
+        filled = x.is_contiguous() or x.t().is_contiguous()
+        if x.dtype == torch.float64 or not x.numel() or not filled:
+            return super().amax(x)
+        return largest_bits(x).amax().view(torch.float32).view(1)
+
 
 def _served(x: Tensor, block: Block, scale: Tensor | None) -> bool:
     if x.dtype == torch.float64 or not x.numel() or (scale is not None and block != (0, 0)):
