@@ -2,12 +2,16 @@
 
 import contextlib
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mcore_ckpt import checksum
 from mcore_ckpt.bench import BenchReport, run, run_bench
 from mcore_ckpt.bench.cases import Measured
 from mcore_ckpt.bench.disk import drop_cache, name_of
@@ -34,9 +38,14 @@ def test_everything_is_measured_in_one_run(
         return contextlib.nullcontext(ranks)
 
     monkeypatch.setattr(run, "RankPool", pool)
+    monkeypatch.setattr(checksum, "LIBRARY", "zlib")
     arguments = ["bench", "--directory", str(tmp_path), "--size", "8MiB", "--ranks", "2"]
     assert main([*arguments, "--repeats", "2", "--small", "5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert "pip install 'mcore-ckpt[fast]'" in err
+    found = json.loads(out)
+    assert found["checksums"] == "zlib"
     assert (found["ranks"], found["bytes"]) == (2, 8 << 20)
     assert found["page_cache_dropped"] is True
     for kind in ("seconds", "cpu_seconds"):
@@ -47,6 +56,14 @@ def test_everything_is_measured_in_one_run(
     assert len(found["cpu_ratios"]) == 6
     assert found["asynchronous_memory"] is None or found["asynchronous_memory"] >= 0
     assert not list(tmp_path.iterdir())
+
+
+def test_checksums_without_zlib_ng_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
+    found = runpy.run_path(checksum.__file__)
+    assert found["LIBRARY"] == "zlib"
+    array = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    assert found["checksum"](array) == checksum.checksum(array)
 
 
 def test_ratios_are_of_turns_and_tell_their_spread() -> None:

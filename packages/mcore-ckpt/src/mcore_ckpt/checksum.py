@@ -12,10 +12,14 @@ from mcore_ckpt.dtypes import Array
 
 try:
     from zlib_ng.zlib_ng import crc32
+
+    LIBRARY = "zlib-ng"
 except ImportError:
     from zlib import crc32
 
-__all__ = ["checksum", "crc32"]
+    LIBRARY = "zlib"
+
+__all__ = ["LIBRARY", "checksum", "crc32"]
 
 
 def checksum(array: Array) -> int:

@@ -30,7 +30,7 @@ def complete(
     its first one. files: contents by path below `files/`.
     """
     documents = all_documents(tensors)
-    written = {f"{tensor}/{DOCUMENT}" for tensor, info in tensors.items() if info.grid.num_chunks}
+    written = {f"{tensor}/{DOCUMENT}" for tensor, info in tensors.items() if info.crc32}
     for path, data in documents.items():
         if path not in written:
             writer.put(path, data)

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mcore_ckpt import checksum
 from mcore_ckpt.bench.cases import Measured, Turns, measure
 from mcore_ckpt.bench.disk import drop_cache, name_of
 from mcore_parallel.testing import RankPool
@@ -86,6 +87,7 @@ class BenchReport:
             "ranks": self.num_ranks,
             "bytes": self.num_bytes,
             "page_cache_dropped": self.cold,
+            "checksums": checksum.LIBRARY,
             "seconds": self.measured.seconds,
             "cpu_seconds": self.measured.cpu,
             "ratios": {name: asdict(ratio) for name, ratio in self.ratios.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt.commands.sizes import parse_size
 
     num_bytes = parse_size(arguments.size, "--size")
+    from mcore_ckpt import checksum
     from mcore_ckpt.bench import run_bench
 
+    if checksum.LIBRARY == "zlib":
+        print(
+            "mcore-ckpt bench: checksums are zlib's, several times as slow as zlib-ng's: saves and "
+            "loads take longer than they have to; pip install 'mcore-ckpt[fast]' brings zlib-ng",
+            file=sys.stderr,
+        )
     report = run_bench(
         arguments.directory,
         num_bytes=num_bytes,
