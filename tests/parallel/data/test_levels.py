@@ -115,6 +115,31 @@ def rebuilt(times):
     return found
 
 
+class Flat(nn.Linear):
+    """Its output is a view."""
+
+    def forward(self, x):
+        return super().forward(x).view(-1)
+
+
+def changed_in_place(sharding):
+    mesh = ParallelMesh.create(ParallelConfig(sharding=sharding))
+    torch.manual_seed(1)
+    model = nn.Sequential(Flat(4, 4), nn.Unflatten(0, (2, 4)), Flat(4, 4))
+    specs = param_specs(model, tp=mesh.tp, sequence_parallel=False)
+    buckets = data_parallel(model, specs, mesh, units=[model[0], model[2]])
+    buckets.zero()
+    model(torch.ones(2, 4)).add_(1.0).square().sum().backward()
+    buckets.finish()
+    return gather_all(buckets.gradients(), mesh.world)
+
+
+def test_outputs_may_be_views_and_changed_in_place(ranks):
+    """Else parameters would not be gathered for the backward pass; torch warns of it."""
+    plain, cut = (ranks.run(changed_in_place, 2, level)[0] for level in ("none", "parameters"))
+    torch.testing.assert_close(cut, plain)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux counts threads")
 def test_nothing_is_left_of_a_mesh_that_was_closed(ranks):
     """What torch remembers of cut parameters must not hold their groups: threads and sockets."""

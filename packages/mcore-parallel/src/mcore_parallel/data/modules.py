@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
 from mcore_parallel._torch import forget_groups
 from mcore_parallel.data.place import place
@@ -160,6 +161,7 @@ class _Cutter:
         dims: Mapping[nn.Parameter, int] | None = None,
     ) -> FSDPModule:
         stored = torch.promote_types(dtype, torch.float32)
+        module.register_forward_hook(_without_views)  # before torch adds its own
         ignored = self._whole | ({*self._left} - {*(dims or {})})
         fully_shard(
             module,
@@ -177,6 +179,33 @@ class _Cutter:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         return module
+
+
+class _NoView(torch.autograd.Function):
+    """The identity; what it returns is no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a module's output such that it may be changed in place.
+
+    torch hooks outputs, so as to gather parameters for the backward pass. An operator that changes
+    a view in place puts another node in the place of the one with the hook, of which torch warns.
+    """
+    return tree_map_only(Tensor, _owned, output)
+
+
+def _owned(x: Tensor) -> Tensor:
+    if not (x.requires_grad and x._is_view()):
+        return x
+    return cast(Tensor, _NoView.apply(x))  # type: ignore[no-untyped-call]
 
 
 def device_mesh(shard: Group, copies: Group, mesh: ParallelMesh) -> DeviceMesh:
