@@ -63,7 +63,7 @@ def compare_fp8_grouped(
         parts = list(whole) if given is None else list(whole.split(numbers))
         ways[role] = op.encode(whole, given, fmt, block)
         # Scales of tensors show what it is for the others.
-        amax = op.amax(whole, given) if role == "input" else []
+        amax: Any = op.amax(whole, given) if role == "input" else ()
         for i, part in enumerate(parts[: len(amax)]):
             largest = part.float().abs().max() if part.numel() else torch.zeros(())
             same_numbers(amax[i], largest.to(amax.device), f"{label}: amax of {role} {i}")
