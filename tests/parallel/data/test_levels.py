@@ -45,6 +45,7 @@ class Mixed(nn.Module):
         self.to(torch.bfloat16)
         self.norm = nn.LayerNorm(5)
         self.first[0].requires_grad_(False)
+        self.last.weight.data = self.last.weight.data.t().contiguous().t()
 
     def forward(self, x):
         x = self.expert(self.first(x.bfloat16()))

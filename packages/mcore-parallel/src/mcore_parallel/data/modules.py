@@ -145,8 +145,8 @@ class _Cutter:
         dims = {param: _dim_to_cut(param, self._left[param], groups[0].size) for param in params}
         dtype = next(iter(params)).dtype
         for param in params:
-            if param.requires_grad:
-                param.data = param.data.to(torch.promote_types(dtype, torch.float32))
+            stored = torch.promote_types(dtype, torch.float32) if param.requires_grad else dtype
+            param.data = param.data.to(stored).contiguous()  # torch cuts no others
         cut = self._fully_shard(module, self._meshes[groups], dtype=dtype, dims=dims)
         self.cut_modules.append(cut)
         for param in params:
