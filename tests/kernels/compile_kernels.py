@@ -25,7 +25,9 @@ from mcore_kernels import (
     resolve,
     rope_cos_sin,
 )
+from mcore_kernels.ops.grouped_linear.fp8 import Fp8GroupedLinear
 from mcore_kernels.ops.ssd_scan.limits import MAX_FLOAT32
+from mcore_kernels.quant import Fp8Recipe
 from mcore_kernels.testing import conformance
 from mcore_kernels.testing.cases import cases
 
@@ -150,6 +152,13 @@ def run_real(op: str, call: Any, dtype: torch.dtype) -> None:
         assignment = Assignment.of(torch.arange(128).view(16, 8) % 64, 64)
         rows = call.permute(torch.zeros(16, 4096, dtype=dtype, requires_grad=True), assignment)
         call.unpermute(rows, torch.ones(16, 8, requires_grad=True), assignment).sum().backward()
+    if op == "fp8_grouped":
+        for scaling, grad in (("tensor", "e5m2"), ("row", "e4m3"), ("block", "e4m3")):
+            recipe = Fp8Recipe(scaling=scaling, grad_format=grad)
+            experts = Fp8GroupedLinear(recipe, 4, emulate=True, op=call)
+            x, weight = torch.zeros(512, 2048, dtype=dtype), torch.zeros(4, 1536, 2048, dtype=dtype)
+            counts = torch.full((4,), 128)
+            experts(x.requires_grad_(), weight.requires_grad_(), counts).sum().backward()
     for *arguments, options in real_calls(op, dtype):
         results = call(*arguments, **options)
         first = results[0] if isinstance(results, tuple) else results
