@@ -176,20 +176,21 @@ def _backward(
         of = _Launch("ssd_scan_backward", x, step, a_log, b, ends, (limits[0], limits[1]))
         before, _ = of.carry(x, b, initial, back=False)
         behind, dinitial = of.carry(dy, c, dstates, back=True)
-        dx, dstep = x.new_empty(x.shape), torch.empty_like(of.step)
+        dx, (dstep, written) = x.new_empty(x.shape), of.step.new_empty(2, *of.step.shape)
         grads = step.new_empty(2, of.blocks, rows, *b.shape[1:])
         sums = step.new_empty(3, of.chunks.most, heads)
         strides = (*dy.stride()[:2], *x.stride()[:2], *b.stride()[:2], *c.stride()[:2])
         input_gradients_kernel[of.grid()](
             dy, x, b, c, x if d is None else d.contiguous(), of.step, of.total, behind, dx, dstep,
-            sums[0], *of.chunks.arguments(), *of.sizes(), *strides, SKIP=d is not None,
+            written, sums[0], *of.chunks.arguments(), *of.sizes(), *strides, SKIP=d is not None,
             **of.constants(of.options),
         )  # fmt: skip
+        warps, stages = tuned("ssd_scan_state_gradients", x.device, "warps", "stages")
         for i in (0, 1):
             state_gradients_kernel[of.grid()](
-                dy, x, b, c, a_log.contiguous(), of.step, of.total, before, behind, dstep,
-                grads[i], sums[1 + i], *of.chunks.arguments(), *of.sizes(), *strides, OF_B=i == 0,
-                **of.constants({"num_warps": 2 * of.options["num_warps"], "num_stages": 1}),
+                dy, x, b, c, a_log.contiguous(), of.step, of.total, before, behind, written,
+                dstep, grads[i], sums[1 + i], *of.chunks.arguments(), *of.sizes(), *strides,
+                OF_B=i == 0, **of.constants({"num_warps": warps, "num_stages": stages}),
             )  # fmt: skip
     db, dc = grads.sum(1)
     dd, *of_decay = sums.sum(1)

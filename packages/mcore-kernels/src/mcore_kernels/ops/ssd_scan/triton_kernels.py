@@ -215,6 +215,7 @@ def input_gradients_kernel(
     behind_ptr,
     dx_ptr,
     dstep_ptr,
+    written_ptr,
     dd_ptr,
     ends_ptr,
     chunks_ptr,
@@ -244,6 +245,7 @@ def input_gradients_kernel(
 ):
     """Gradients of x, of step sizes as factors of x, and of d, summed over the chunk's rows.
 
+    And what each row's part of the state behind the chunk is worth, [h, T].
     Matrices of rows by rows are [m, l]: what row l gets of m.
     """
     chunk = tl.program_id(0)
@@ -273,9 +275,13 @@ def input_gradients_kernel(
         behind = tile_across(at_state, p, s_size, at_p & of_document, s, at_s)
         dy = tile(dy_ptr + head * stride_dyh + first * stride_dyt, i, stride_dyt, live, p, at_p)
         taken = product(b, behind, tl.zeros((LENGTH, P), dtype=tl.float32), PRECISION, WIDEN)
-        taken = product(shares.to(dy.dtype), dy, taken * left[:, None], PRECISION, WIDEN)
-        x = tile(x_ptr + head * stride_xh + first * stride_xt, i, stride_xt, live, p, at_p)
-        x, dy = x.to(tl.float32), dy.to(tl.float32)
+        taken *= left[:, None]
+        # Read twice: between, registers are short.
+        at_x = x_ptr + head * stride_xh + first * stride_xt
+        x = tile(at_x, i, stride_xt, live, p, at_p).to(tl.float32)
+        tl.store(written_ptr + at, tl.sum(x * taken, axis=1) * step, mask=row < stop)
+        taken = product(shares.to(dy.dtype), dy, taken, PRECISION, WIDEN)
+        x, dy = tile(at_x, i, stride_xt, live, p, at_p).to(tl.float32), dy.to(tl.float32)
         dx = taken * step[:, None]
         if SKIP:
             dx += tl.load(d_ptr + head).to(tl.float32) * dy
@@ -297,6 +303,7 @@ def state_gradients_kernel(
     total_ptr,
     before_ptr,
     behind_ptr,
+    written_ptr,
     dstep_ptr,
     grad_ptr,
     da_ptr,
@@ -371,7 +378,7 @@ def state_gradients_kernel(
             last, last_rest = sums(total_ptr, size, head * t + stop - 1, of_document, PAIR)
             left = tl.where(live, between(last, last_rest, total, rest, PAIR), 0.0) * step
             of_state = product(x, behind, nothing, PRECISION, WIDEN) * left[:, None]
-            written = tl.sum(of_state * b.to(tl.float32), axis=1)
+            written = tl.load(written_ptr + at, mask=live, other=0.0)
             at_last = tl.sum(written, axis=0) + tl.exp(last) * both
             dtotal = tl.where(row == stop - 1, at_last, 0.0) - written
             grad = product(narrow, c, grad + of_state, PRECISION, WIDEN)
