@@ -56,9 +56,9 @@ def compare_quantize(op: Any, arguments: dict[str, Any], wide: dict[str, Any], l
     x = arguments["x"]
     if "scale" in options:
         arguments = {**arguments, "scale": options["scale"].float()}
+    found = op(**arguments), op.both(**arguments)[:2], op.both(**arguments)[2:]
     largest = x.float().abs().amax() if x.numel() else torch.zeros((), device=x.device)
     same_numbers(op.amax(x), largest.view(1), f"{label}: the largest value")
-    found = op(**arguments), op.both(**arguments)[:2], op.both(**arguments)[2:]
     for (data, scale), matrix in zip(found, (x, x, x.t()), strict=True):
         wanted, wanted_scale = quantized(matrix, **options)
         assert data.dtype == options["fmt"].dtype, f"{label}: numbers are {data.dtype}"
