@@ -151,9 +151,19 @@ class Chunks:
         return self.ends, self.first, self.rows, documents, (documents + 1).bit_length()
 
 
-def chunk_length(most: int, chunk_size: int, longest: int) -> int:
-    """Rows of a chunk: a power of two, as many as asked for, needed, and good for the kernel."""
-    return min(most, *(max(16, triton.next_power_of_2(n)) for n in (chunk_size, longest)))
+def chunk_length(most: int, state: int, limits: tuple[int, int]) -> int:
+    """Rows of a chunk: a power of two, as many as asked for, needed, and good for the kernel.
+
+    most: what suits states of up to 128 numbers to a row; with `state` of them, fewer.
+    limits: rows asked for, and of the longest document.
+    """
+    most = min(most, max(16, 128 * most // padded(state)))
+    return min(most, *(max(16, triton.next_power_of_2(n)) for n in limits))
+
+
+def of_dtype(kernel: str, x: Tensor) -> str:
+    """The name of a kernel's launch parameters: those of float32 are others."""
+    return f"{kernel}_float32" if x.dtype == torch.float32 else kernel
 
 
 def padded(size: int) -> int:

@@ -22,7 +22,14 @@ import triton
 from torch import Tensor
 
 from mcore_kernels.custom_ops import OpLibrary, on_device
-from mcore_kernels.ops.chunks_triton import Chunks, chunk_length, lying, matrix_options, padded
+from mcore_kernels.ops.chunks_triton import (
+    Chunks,
+    chunk_length,
+    lying,
+    matrix_options,
+    of_dtype,
+    padded,
+)
 from mcore_kernels.ops.gated_delta_rule.base import check
 from mcore_kernels.ops.gated_delta_rule.triton_gradients import (
     carry_back_kernel,
@@ -44,25 +51,24 @@ class _Launch:
     def __init__(
         self, kernel: str, q: Tensor, v: Tensor, g: Tensor, ends: Tensor, limits: tuple[int, int]
     ) -> None:
-        self.exact = q.dtype == torch.float32
-        self.device = q.device
+        exact = q.dtype == torch.float32
+        self.q = q
         rows, self.heads, self.v = v.shape
         self.keys, self.d = q.shape[1:]
         self.share = self.heads // self.keys
         self.documents = ends.shape[0] - 1
         (length,) = self._tuned(kernel, "length")
-        length = min(length, max(16, 128 * length // padded(self.d)))  # wide heads: short chunks
-        self.chunks = Chunks.of(ends, rows, chunk_length(length, *limits))
-        self.matrix = {"PAIR": self.exact, **matrix_options(q)}
-        self.total = g.new_empty(1 + self.exact, self.heads, rows, dtype=torch.float32)
+        self.chunks = Chunks.of(ends, rows, chunk_length(length, self.d, limits))
+        self.matrix = {"PAIR": exact, **matrix_options(q)}
+        self.total = g.new_empty(1 + exact, self.heads, rows, dtype=torch.float32)
         block = min(32, triton.next_power_of_2(self.heads))
         totals_kernel[(self.chunks.most, triton.cdiv(self.heads, block))](
             g.contiguous(), self.total, *self.chunks.arguments(), self.heads,
-            LENGTH=self.chunks.length, HEADS=block, PAIR=self.exact,
+            LENGTH=self.chunks.length, HEADS=block, PAIR=exact,
         )  # fmt: skip
 
     def _tuned(self, kernel: str, *names: str) -> tuple[int, ...]:
-        return tuned(f"{kernel}_float32" if self.exact else kernel, self.device, *names)
+        return tuned(of_dtype(kernel, self.q), self.q.device, *names)
 
     def constants(self, kernel: str, columns: int | None = None) -> dict[str, Any]:
         """Constants of a kernel that takes `columns` of values at a time, or what suits it."""

@@ -26,6 +26,7 @@ from mcore_kernels.ops.chunks_triton import (
     chunk_length,
     lying,
     matrix_options,
+    of_dtype,
     padded,
 )
 from mcore_kernels.ops.ssd_scan.base import check, step_sizes
@@ -48,14 +49,13 @@ class _Launch:
     ) -> None:  # fmt: skip
         exact = x.dtype == torch.float32
         length, heads, warps, stages = tuned(
-            f"{kernel}_float32" if exact else kernel, x.device, "length", "heads", "warps", "stages"
+            of_dtype(kernel, x), x.device, "length", "heads", "warps", "stages"
         )
         rows, self.heads, self.p = x.shape
         self.groups, self.s = b.shape[1:]
         self.share = self.heads // self.groups
-        length = min(length, max(16, 128 * length // padded(self.s)))  # wide states: short chunks
         self.documents = ends.shape[0] - 1
-        self.chunks = Chunks.of(ends, rows, chunk_length(length, *limits))
+        self.chunks = Chunks.of(ends, rows, chunk_length(length, self.s, limits))
         self.of_program = min(heads, self.share)
         self.blocks = triton.cdiv(self.share, self.of_program)
         self.pair = exact
