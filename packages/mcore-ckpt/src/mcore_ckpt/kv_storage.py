@@ -25,6 +25,7 @@ class KvStorage(ObjectStorage):
         if store.path and not store.path.endswith("/"):
             store.path += "/"
         self._store = store
+        self._address = _address(store).rstrip("/")
 
     def engine(self) -> Engine:
         """Return tensorstore's."""
@@ -40,7 +41,7 @@ class KvStorage(ObjectStorage):
 
     def location(self, path: str) -> str:
         """Return the address."""
-        return f"{self._store.url.rstrip('/')}/{path}" if path else str(self._store.url)
+        return f"{self._address}/{path}" if path else self._address
 
     def get(self, path: str) -> bytes:
         """Return an object's contents."""
@@ -86,8 +87,10 @@ class KvStorage(ObjectStorage):
         except FileNotFoundError:
             return None
 
-    def has_size(self, path: str, num_bytes: int) -> bool:
-        """Return whether there is an object of so many bytes: of its last byte, and one more."""
+    def has(self, path: str, num_bytes: int | None) -> bool:
+        """Return whether there is such an object: of its last byte, and one beyond, not of all."""
+        if num_bytes is None:
+            return self._reaches(path, 1)
         if not num_bytes:
             return self.size(path) == 0
         return self._reaches(path, num_bytes) and not self._reaches(path, num_bytes + 1)
@@ -102,3 +105,12 @@ class KvStorage(ObjectStorage):
                 raise
             return False
         return True
+
+
+def _address(store: ts.KvStore) -> str:
+    try:
+        return str(store.url)
+    except NotImplementedError:  # of what has none in tensorstore's eyes: another endpoint of S3's
+        spec = store.spec().to_json()
+        parts = (str(spec.get(key, "")).strip("/") for key in ("endpoint", "bucket", "path"))
+        return "/".join(part for part in parts if part) or str(spec["driver"])

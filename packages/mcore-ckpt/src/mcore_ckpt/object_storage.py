@@ -52,9 +52,10 @@ class ObjectStorage(ABC):
     def size(self, path: str) -> int | None:
         """Return the bytes of an object, None when there is none."""
 
-    def has_size(self, path: str, num_bytes: int) -> bool:
-        """Return whether there is an object of so many bytes, without reading it all."""
-        return self.size(path) == num_bytes
+    def has(self, path: str, num_bytes: int | None) -> bool:
+        """Return whether there is an object of so many bytes (None: of any, but not empty)."""
+        size = self.size(path)
+        return bool(size) if num_bytes is None else size == num_bytes
 
     def rename(self, old: str, new: str) -> None:
         """Put the object's contents under the new key, then delete the old one.

@@ -75,6 +75,8 @@ def _quick(storage: Readable, name: str, manifest: Manifest) -> Iterator[Check]:
 
 
 def _present(storage: Readable, name: str, path: str, num_bytes: int | None) -> Problem | None:
+    if isinstance(storage, ObjectStorage) and storage.has(f"{name}/{path}", num_bytes):
+        return None
     found = _size(storage, f"{name}/{path}")
     if found is None:
         return Problem(where=path, what="is missing")
