@@ -175,6 +175,32 @@ def test_the_first_tensor_that_is_not_finite_is_named_on_all_ranks(ranks, kind, 
     assert str(found) == f"layers.1.w1: {place} not finite"
 
 
+def bad_copy(sharding, kind):
+    mesh = make_mesh(tp=2, sharding=sharding)
+    whole = TensorLayout.whole("norm.weight", (100,)).replicated(mesh.tp.rank, mesh.tp.size)
+    model = Given(["weight"])
+    buckets = data_parallel(model, {"weight": ParamSpec(layout=whole, init=ZEROS)}, mesh)
+    optimizer = ShardedOptimizer(buckets, SGD())
+    grads = torch.ones(1, 100)
+    if mesh.world.rank == 3:
+        grads[0, 70] = kind
+    buckets.zero()
+    model(grads).backward()
+    buckets.finish()
+    return optimizer.grad_norm(), optimizer.find_nonfinite()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "kind"), [("none", math.nan), ("optimizer", math.inf), ("parameters", math.nan)]
+)
+def test_a_copy_that_does_not_count_is_seen_when_it_is_not_finite(ranks, sharding, kind):
+    """Two tensor-parallel ranks that should hold the same, of which the second one is wrong."""
+    results = ranks.run(bad_copy, 4, sharding, kind)
+    assert not any(math.isfinite(norm) for norm, _ in results)
+    assert {bad.name for _, bad in results} == {"norm.weight"}
+    assert ranks.run(bad_copy, 4, sharding, 1.0) == [(20.0, None)] * 4
+
+
 def test_nothing_is_named_when_all_is_finite(ranks):
     assert ranks.run(find_bad, 4, None, "optimizer") == [(0.0, None)] * 4
 

@@ -36,26 +36,41 @@ def counted_views(share: Share) -> list[Tensor]:
     return [view for view in views if view.numel()]
 
 
-def global_norm(views: Iterable[Tensor], buckets: GradientBuckets) -> float:
+def copies_of_counted(share: Share) -> list[Tensor]:
+    """Return views of this rank's gradients that hold something which another rank counts."""
+    layouts = ((piece, piece.layout.primary()) for piece in share.pieces)
+    others = [piece for piece, layout in layouts if layout.covered < layout.numel]
+    return [grads_of(share, piece.at, piece.end) for piece in others]
+
+
+def global_norm(
+    views: Iterable[Tensor], buckets: GradientBuckets, *, copies: Iterable[Tensor] = ()
+) -> float:
     """Return the 2-norm over the elements of all ranks' views: one number, equal on every rank.
 
+    It is not finite, too, where `copies` are not, which otherwise count for nothing.
     Summed in fp64, on GPUs over norms of stretches taken in fp32: there fp64 is slow. Should one of
     these overflow, all is summed again in fp64. Communicates over mesh.world.
     """
-    views, mesh = list(views), buckets.mesh
+    views, copies, mesh = list(views), list(copies), buckets.mesh
     squares = _squares_by_stretch if mesh.device.type == "cuda" else _squares
-    norm = float(all_reduce(_total(views, squares, mesh.device), mesh.world).sqrt())
+    norm = float(all_reduce(_total(views, copies, squares, mesh.device), mesh.world).sqrt())
     if math.isfinite(norm) or squares is _squares:
         return norm
-    return float(all_reduce(_total(views, _squares, mesh.device), mesh.world).sqrt())
+    return float(all_reduce(_total(views, copies, _squares, mesh.device), mesh.world).sqrt())
 
 
 def _total(
-    views: list[Tensor], squares: Callable[[Tensor], Tensor], device: torch.device
+    views: list[Tensor],
+    copies: list[Tensor],
+    squares: Callable[[Tensor], Tensor],
+    device: torch.device,
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for view in views:
         total += squares(view)
+    for copy in copies:
+        total += squares(copy) * 0.0  # NaN where it is not finite
     return total
 
 

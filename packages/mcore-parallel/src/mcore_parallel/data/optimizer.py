@@ -13,6 +13,7 @@ from mcore_parallel.collectives import Work
 from mcore_parallel.data.ddp import GradientBuckets
 from mcore_parallel.data.norm import (
     NonFinite,
+    copies_of_counted,
     counted_views,
     first_nonfinite,
     global_norm,
@@ -49,6 +50,7 @@ class ShardedOptimizer:
         hyper = hyper or decay(0.0)
         self._shards = [Shard(share, rule, hyper) for share in buckets.shares]
         self._counted = [view for share in buckets.shares for view in counted_views(share)]
+        self._copies = [view for share in buckets.shares for view in copies_of_counted(share)]
         self._gathers: dict[int, Work] = {}  # by bucket: what `wait` still has to wait for
         self._lazy: set[int] = set()  # buckets that modules wait for themselves
 
@@ -57,10 +59,11 @@ class ShardedOptimizer:
 
         Every global element counts once, whatever holds copies of it: replicas over tensor
         parallelism, tied parameters, data parallelism. Summed in fp64 over mesh.world. Not finite
-        exactly when some gradient is not (or the fp32 sum overflowed already).
+        exactly when some gradient is not, a copy that does not count included (or the fp32 sum
+        overflowed already).
         """
         self.buckets.require_finished("grad_norm()")
-        return global_norm(self._counted, self.buckets)
+        return global_norm(self._counted, self.buckets, copies=self._copies)
 
     def find_nonfinite(self) -> NonFinite | None:
         """Return the first gradient, by global name, with NaN or infinity; the same everywhere.
