@@ -23,6 +23,11 @@ _TOP_P_TOLERANCE = tl.constexpr(1e-6)  # as the reference's
 
 
 @triton.jit
+def _number(value: tl.constexpr):
+    return tl.full((), value, dtype=tl.float64)
+
+
+@triton.jit
 def _rule(
     row, size, heat_ptr, k_ptr, p_ptr, min_ptr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
@@ -37,7 +42,7 @@ def _rule(
     if TOP_K:
         given = tl.load(k_ptr + row).to(tl.int64)
         most = tl.where(given > 0, tl.minimum(given, most), most)
-    share, least = heat * 0.0 + 1.0, heat * 0.0
+    share, least = _number(1.0), _number(0.0)
     if TOP_P:
         share = tl.where(cold, 1.0, tl.load(p_ptr + row).to(tl.float64))
     if MIN_P:
@@ -66,7 +71,7 @@ def _exponent(z, largest, heat, inside):
 
 @triton.jit
 def _distance(x):
-    return tl.minimum(x * -_OF_HEAT, STEPS - 1.0).to(tl.int32)
+    return tl.minimum(tl.maximum(x * -_OF_HEAT, 0.0), STEPS - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -177,7 +182,7 @@ def _weight_above(near_ptr, number, key, largest, heat, WEIGH: tl.constexpr, BLO
 
     Keys are int64, so that every int32 has a neighbour.
     """
-    found = heat * 0.0
+    found = _number(0.0)
     least, greatest = tl.full((), 2**31, dtype=tl.int64), tl.full((), -(2**31), dtype=tl.int64)
     for base in range(0, number, BLOCK):
         at = base + tl.arange(0, BLOCK)
@@ -203,7 +208,7 @@ def _halved(
 
     And what is above it. The range closes in on candidates' keys: fewer steps than bits.
     """
-    above = heat * 0.0
+    above = _number(0.0)
     while low < high:
         found, least, greatest = _weight_above(
             near_ptr, number, low + (high - low) // 2, largest, heat, WEIGH, BLOCK
@@ -283,12 +288,12 @@ def draw_kernel(
     number = tl.load(number_ptr + row)
     near_ptr += row * size
     token = tl.full((), -1, dtype=tl.int64)
-    drawn = heat * 0.0
+    drawn = _number(0.0)
     if number > 0:
         edge, equals = _edge(
             near_ptr, number, whole, size, largest, heat, most, share, BLOCK
         )  # fmt: skip
-        whole = heat * 0.0
+        whole = _number(0.0)
         seen = tl.full((), 0, dtype=tl.int32)
         for base in range(0, number, BLOCK):
             _, weight, seen = _kept(
@@ -296,7 +301,7 @@ def draw_kernel(
             )
             whole += tl.sum(weight, axis=0)
         place, last = number, number * 0
-        reached = heat * 0.0
+        reached = _number(0.0)
         seen = tl.full((), 0, dtype=tl.int32)
         for base in range(0, number, BLOCK):
             at, weight, seen = _kept(
