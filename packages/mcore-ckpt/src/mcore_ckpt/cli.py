@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mcore-ckpt", description="Look into checkpoints, check them, convert them."
+        prog="mcore-ckpt",
+        description="Look into checkpoints, check them, convert them. They are in a directory, or "
+        "at an address in object storage, such as s3://bucket/runs/demo.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     where = "a checkpoint, or the directory of several: then the newest one"
