@@ -186,6 +186,8 @@ def test_commands(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = storage.get(chunk)
     storage.put(chunk, bytes([data[0] ^ 1]) + data[1:])
     assert "tensor model/matrix chunk [0, 0]" in run("verify", address, status=1)
+    err = run("bench", "--directory", "memory://x", status=2)
+    assert err.startswith("mcore-ckpt: memory://x is an address: give a directory")
     err = run("inspect", "s4://x", status=2)
     assert err == "mcore-ckpt: s4://x: unknown scheme s4://, nearest valid is s3://\n"
 

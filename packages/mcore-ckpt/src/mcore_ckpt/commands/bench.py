@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 
@@ -19,7 +18,7 @@ def add(commands: Any) -> None:
         "can be dropped.",
     )
     parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
+        "--directory", metavar="DIR", help="on the disk to measure (default: temporary)"
     )
     parser.add_argument(
         "--size", default="2GiB", metavar="SIZE", help="of the state (default: %(default)s)"
@@ -39,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     num_bytes = parse_size(arguments.size, "--size")
     from mcore_ckpt import checksum
+    from mcore_ckpt.addresses import local_path
     from mcore_ckpt.bench import run_bench
 
     if checksum.LIBRARY == "zlib":
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     report = run_bench(
-        arguments.directory,
+        None if arguments.directory is None else local_path(arguments.directory),
         num_bytes=num_bytes,
         num_ranks=arguments.ranks,
         num_small=arguments.small,
