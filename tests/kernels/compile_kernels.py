@@ -7,8 +7,12 @@ launching a kernel, it is compiled down to machine code for the arguments given,
 interpreter cannot vouch for.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +55,20 @@ class ElsewhereDriver:
         return 0
 
 
+# What the assembler lost has the stack's pointer in its place.
+_STORES_NOTHING = re.compile(r"\b(?:ST[GS][.\w]*\b[^;]*\]|F2FP[^;]*), R1 ;")
+
+
+def _lost_values(machine_code: bytes) -> list[str]:
+    """Instructions that store or join what no instruction computes."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True)
+    return _STORES_NOTHING.findall(said.stdout)
+
+
 compiled: dict[str, set[str]] = {}
 _launch = JITFunction.run
 
@@ -59,7 +77,10 @@ def _compile(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: 
     kernel = _launch(self, *args, grid=grid, warmup=True, **options)
     if kernel is not None:
         assert kernel.metadata.shared <= SHARED_MEMORY, (self.__name__, kernel.metadata.shared)
-        compiled.setdefault(self.__name__, set()).add(kernel.hash)
+        if kernel.hash not in compiled.setdefault(self.__name__, set()):
+            compiled[self.__name__].add(kernel.hash)
+            lost = _lost_values(kernel.asm["cubin"])
+            assert not lost, (self.__name__, lost[0])
     return kernel
 
 

@@ -6,7 +6,7 @@ through shared memory slowly.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return"
-# ruff: noqa: PLR0917, PLR1714 -- kernels take all by position, and know no sets
+# ruff: noqa: PLR0917, PLR1714, SIM300 -- kernels take all by position, and know no sets
 
 from __future__ import annotations
 
