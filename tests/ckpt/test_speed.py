@@ -1,7 +1,10 @@
-"""How long saves and plans take, in seconds of CPU: what a busy machine does not change."""
+"""How long saves and plans take, in seconds of CPU: what a busy machine changes least.
+
+Seconds of the program's own: the system's for creating a file are several times as many while
+others write to the same disk.
+"""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,9 @@ pytestmark = pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="a minute 
 
 
 def cpu_seconds(job: Callable[[], Any]) -> float:
-    start = time.process_time()
+    start = os.times().user
     job()
-    return time.process_time() - start
+    return os.times().user - start
 
 
 def test_five_thousand_small_tensors(tmp_path: Path) -> None:
@@ -30,8 +33,8 @@ def test_five_thousand_small_tensors(tmp_path: Path) -> None:
         for name in names
     }
     mcore_ckpt.save(tmp_path / "first", step=1, tensors=dict(list(tensors.items())[:10]))
-    assert cpu_seconds(lambda: mcore_ckpt.save(tmp_path, step=1, tensors=tensors)) < 3
-    assert cpu_seconds(lambda: mcore_ckpt.load(tmp_path, tensors)) < 3
+    assert cpu_seconds(lambda: mcore_ckpt.save(tmp_path, step=1, tensors=tensors)) < 2
+    assert cpu_seconds(lambda: mcore_ckpt.load(tmp_path, tensors)) < 2
 
 
 def flat_shard(num_tensors: int, rank: int, num_ranks: int) -> dict[str, Any]:
