@@ -76,11 +76,14 @@ _launch = JITFunction.run
 def _compile(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     kernel = _launch(self, *args, grid=grid, warmup=True, **options)
     if kernel is not None:
-        assert kernel.metadata.shared <= SHARED_MEMORY, (self.__name__, kernel.metadata.shared)
+        # No AssertionError: those of comparisons are passed over.
+        if kernel.metadata.shared > SHARED_MEMORY:
+            raise RuntimeError(f"{self.__name__} takes {kernel.metadata.shared} bytes")
         if kernel.hash not in compiled.setdefault(self.__name__, set()):
             compiled[self.__name__].add(kernel.hash)
             lost = _lost_values(kernel.asm["cubin"])
-            assert not lost, (self.__name__, lost[0])
+            if lost:
+                raise RuntimeError(f"{self.__name__} has lost a value: {lost[0]}")
     return kernel
 
 
