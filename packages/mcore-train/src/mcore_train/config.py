@@ -174,7 +174,7 @@ class LossConfig:
     `label_smoothing` α gives the label 1 - α and spreads α over all other tokens. `z_loss` λ adds
     λ · (log Σ exp z)², which keeps logits from drifting. Head and loss are computed together, of
     `chunk_tokens` tokens at a time: more are faster, fewer take less memory; None is as many as
-    have 768 MiB of logits on a rank.
+    have 1 GiB of logits on a rank.
     """
 
     label_smoothing: float = 0.0

@@ -25,7 +25,7 @@ class TokenLoss:
 
     Without a loss mask all tokens are valid. label_smoothing, z_loss: as in
     `vocab_parallel_cross_entropy`. chunk_tokens: of how many tokens there are logits at a time;
-    None: 768 MiB of them. unit_gradient: the backward pass will begin at this very number, with
+    None: 1 GiB of them. unit_gradient: the backward pass will begin at this very number, with
     gradient 1: that of the head's weight is then added to its buffer in the forward pass, which
     otherwise takes a second buffer of its size.
     """

@@ -21,7 +21,7 @@ from mcore_kernels.ops.cross_entropy.loss import (
 )
 from mcore_kernels.protocols import LinearOp, VocabLossOp
 
-LOGITS_BYTES = 768 * 2**20
+LOGITS_BYTES = 2**30
 """Logits held at a time unless `chunk_size` says otherwise: few enough chunks that adding each to
 the float32 gradient of the weight does not take longer than the products."""
 
