@@ -133,9 +133,7 @@ MOE = replace(
     MODEL,
     latent=None,
     pattern=("*E", "*-"),
-    moe=MoEConfig(
-        num_experts=4, top_k=2, expert_ffn_size=16, shared_ffn_size=16, expert_bias=True
-    ),
+    moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_size=16, shared_ffn_size=16, expert_bias=True),
 )
 OF_EXPERTS = ("layers.*.experts.*",)
 
