@@ -98,7 +98,7 @@ def test_ratios_are_of_turns_and_tell_their_spread() -> None:
 def test_a_peak_of_memory(tmp_path: Path) -> None:
     if forget_peak():
         before = peak_bytes()
-        held = torch.ones(8 << 20)
+        held = torch.ones(24 << 20)  # more than malloc ever keeps for the next
         assert held.nbytes * 0.9 < peak_bytes() - before < held.nbytes * 4
     (tmp_path / "clear_refs").mkdir()
     assert not forget_peak(tmp_path)

@@ -172,7 +172,9 @@ def test_the_command_names_the_first_difference(
     """One layout that is wrong fails the command; the others are still compared."""
     name = "layers.1.mlp.down.weight"
 
-    def launch(fn: object, size: int, tree: dict[str, Any], steps: int) -> list[Record | None]:
+    def launch(
+        fn: object, size: int, tree: dict[str, Any], steps: int, **options: object
+    ) -> list[Record | None]:
         config = dataclasses.replace(config_from_tree(tree), parallel=ParallelConfig())
         found = record(config, ParallelMesh.single(), steps)
         assert found is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_kernels.quant.formats import E4M3, E5M2, Format
 from mcore_kernels.quant.recipe import Fp8Recipe
 from mcore_kernels.quant.scaling import Block
-from mcore_kernels.testing.case import Case, Make, slice_of_rows, with_nan
+from mcore_kernels.testing.case import Case, Make, scattered, slice_of_rows, with_nan
 from mcore_kernels.testing.compare import assert_close
 from mcore_kernels.testing.quant import exact_of, quantized, same_numbers
 
@@ -43,6 +43,7 @@ def fp8_grouped(make: Make) -> Iterator[Case]:
     yield case("slice of rows", slice_of_rows(make(9, 16)), 8, (4, 5), "tensor", E4M3)
     yield case("large values", make(9, 16, scale=1e3), 8, (4, 5), "block", E4M3)
     yield case("NaN in one expert", with_nan(make(9, 16)), 8, (4, 5), "tensor", E4M3)
+    yield case("scattered", scattered(make(9, 16)), 8, (4, 5), "tensor", E4M3)
 
 
 def compare_fp8_grouped(

@@ -11,6 +11,8 @@ from torch import Tensor
 class _Places(Protocol):
     """The flat buffer of a bucket, see `GradientBuffer`."""
 
+    kept: bool
+
     def place(self, index: int) -> tuple[Tensor, bool]: ...
 
 
@@ -22,6 +24,11 @@ class MainGrad:
 
     def __init__(self, places: _Places, index: int, shape: torch.Size) -> None:
         self._places, self._index, self._shape = places, index, shape
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it has the same memory in every pass: who asks early may add late."""
+        return self._places.kept
 
     def __call__(self) -> Tensor:
         """Return the buffer, to be added to."""
@@ -42,6 +49,12 @@ def main_grad(parameter: Tensor) -> Tensor:
     buffer = parameter.main_grad  # type: ignore[attr-defined]
     found: Tensor = buffer() if callable(buffer) else buffer
     return found
+
+
+def has_lasting_main_grad(parameter: Tensor) -> bool:
+    """Whether there is such a buffer, of which a forward pass may keep hold for its backward."""
+    buffer = getattr(parameter, "main_grad", None)
+    return buffer.is_lasting if isinstance(buffer, MainGrad) else isinstance(buffer, Tensor)
 
 
 def take_main_grad(parameter: Tensor) -> tuple[Tensor, bool]:

@@ -22,7 +22,7 @@ from mcore_parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from mcore_parallel.data.main_grad import added_to_main, main_grad
+from mcore_parallel.data.main_grad import added_to_main, has_lasting_main_grad, main_grad
 from mcore_parallel.group import Group
 from mcore_parallel.pipeline.weights import DeferredGradients
 from mcore_parallel.protocols import LinearOp, TorchLinear
@@ -259,7 +259,9 @@ class VocabParallelHead(nn.Module):
         assert self.bias is None
         x = (gather_sequence if self.sequence_parallel else copy_to_group)(x, self.group)
         real, buffer = self.shard.real, None
-        has_buffer = weight is self.weight and getattr(weight, "main_grad", None) is not None
+        # Gradients that are reduced after every backward pass go through autograd: what is at hand
+        # now has been reduced by then where other forward passes came between.
+        has_buffer = weight is self.weight and has_lasting_main_grad(weight)
         if has_buffer and weight.requires_grad and torch.is_grad_enabled():
             buffer = main_grad(weight)[:real]
             weight = _AddedByOther.apply(weight)  # type: ignore[no-untyped-call]

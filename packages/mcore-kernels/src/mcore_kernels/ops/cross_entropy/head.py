@@ -64,7 +64,7 @@ def fused_head_loss(
         linear, op: the products and the loss's arithmetic (`Kernels.linear`, `.cross_entropy`).
         shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
             one over the number of tokens in the global batch.
-        chunk_size: tokens at a time; default: logits of 768 MiB.
+        chunk_size: tokens at a time; default: logits of 1 GiB.
         weight_grad_out: a buffer [V, H], float32 (float64 for such weights), that the gradient of
             the total is added to, already in this call, so that no second one of its size is
             needed; `weight` itself gets none then. The backward has to begin at the total: where
