@@ -17,7 +17,6 @@ from itertools import accumulate
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from mcore_kernels.custom_ops import interpreted, on_device
@@ -27,246 +26,18 @@ from mcore_kernels.ops.fp8_grouped.reference import (
     across_scales,
     num_places,
 )
+from mcore_kernels.ops.fp8_grouped.triton_kernels import (
+    amax_kernel,
+    encode_kernel,
+    product_kernel,
+    weight_grad_kernel,
+)
 from mcore_kernels.ops.grouped_linear.base import slices
-from mcore_kernels.ops.quantize.tile_triton import quantize_tile, size_bits
 from mcore_kernels.ops.quantize.triton import number_options, words_of
 from mcore_kernels.protocols.quant import Counts, Numbers
 from mcore_kernels.quant.formats import Format
 from mcore_kernels.quant.scaling import Block, block_amax, scale_of
 from mcore_kernels.tuning import tuned
-
-
-@triton.jit
-def _piece(ends_ptr, piece, num_experts, EXPERTS: tl.constexpr):
-    """The expert of a piece of 128 rows (E for none), its first row, and the rows that it has.
-
-    `ends` [2, E]: where each expert's rows and pieces end.
-    """
-    of = tl.arange(0, EXPERTS)
-    ends = tl.load(ends_ptr + num_experts + of, mask=of < num_experts, other=0x7FFFFFFF)
-    before = ends <= piece
-    expert = tl.sum(before.to(tl.int32), 0)
-    first = tl.max(tl.where(before, ends, 0), 0)
-    is_one = expert < num_experts
-    start = tl.load(ends_ptr + expert - 1, mask=is_one & (expert > 0), other=0)
-    end = tl.load(ends_ptr + expert, mask=is_one, other=0)
-    row = start + (piece - first) * 128
-    return expert, row, end - row
-
-
-@triton.jit
-def _amax_kernel(
-    x_ptr, bits_ptr, ends_ptr, num_experts, c, stride_r, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    expert, row, rows = _piece(ends_ptr, tl.program_id(0), num_experts, EXPERTS)
-    if expert < num_experts:
-        col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        found = tl.zeros((32, BLOCK), dtype=tl.int32)
-        for step in range(0, 4):
-            local = step * 32 + tl.arange(0, 32)
-            at = x_ptr + (row + local).to(tl.int64)[:, None] * stride_r + col[None, :]
-            mask = (local < rows)[:, None] & (col < c)[None, :]
-            found = tl.maximum(found, size_bits(tl.load(at, mask=mask, other=0.0).to(tl.float32)))
-        tl.atomic_max(bits_ptr + expert, tl.max(tl.max(found, 1), 0))
-
-
-@triton.jit
-def _encode_kernel(
-    x_ptr,
-    y_ptr,
-    turned_ptr,
-    s_ptr,
-    st_ptr,
-    ends_ptr,
-    num_experts,
-    c,
-    of_weight,
-    stride_r,
-    step_turned,
-    step_s,
-    step_st,
-    maximum,
-    room,
-    MODE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
-    WORDS: tl.constexpr,
-    POWER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DIGITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    piece, of_c = tl.program_id(0), tl.program_id(1)
-    col = of_c * BLOCK_C
-    if WEIGHTS:
-        # Weights of `of_weight` rows each.
-        pieces = tl.cdiv(of_weight, 128)
-        expert, local = piece // pieces, piece % pieces
-        row = expert * of_weight + local * 128
-        rows = of_weight - local * 128
-        here = True
-    else:
-        expert, row, rows = _piece(ends_ptr, piece, num_experts, EXPERTS)
-        here = expert < num_experts
-        local = piece
-    if here:
-        scale = 1.0
-        if MODE == "one":
-            scale = tl.load(s_ptr + expert)
-        words = 32 if WORDS else 128
-        turned = turned_ptr + col.to(tl.int64) * step_turned + local.to(tl.int64) * words
-        filled = words
-        if WEIGHTS:
-            turned += expert.to(tl.int64) * c * step_turned
-            filled = step_turned - local * words
-        if MODE == "given":
-            s_at = s_ptr + row
-            st_at = st_ptr + col * step_st + expert
-            if WEIGHTS:
-                st_at = st_ptr + expert * c + col
-        elif MODE == "pieces":
-            s_at = s_ptr + row.to(tl.int64) * step_s + of_c
-            st_at = st_ptr + col.to(tl.int64) * step_st + piece
-        else:
-            # Tiles of weights, whose scales are [E, tiles] one way and the other.
-            tiles_c = tl.num_programs(1)
-            s_at = s_ptr + piece * tiles_c + of_c
-            st_at = st_ptr
-            if WEIGHTS:
-                st_at += (expert * tiles_c + of_c) * pieces + local
-        quantize_tile(
-            x_ptr + row.to(tl.int64) * stride_r + col, stride_r, 1,
-            y_ptr + row.to(tl.int64) * c + col, c, turned, step_turned,
-            s_at, step_s, st_at, step_st, scale, rows, c - col, filled, maximum, room,
-            MODE, ALONG, ACROSS, WORDS, POWER, DTYPE, DIGITS, LEAST, 128, BLOCK_C,
-        )  # fmt: skip
-
-
-@triton.jit
-def _product_kernel(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
-    y_ptr,
-    ends_ptr,
-    num_experts,
-    n,
-    k,
-    b_rows,
-    b_width,
-    a_width,
-    BLOCKS: tl.constexpr,
-    OF_TENSORS: tl.constexpr,
-    FAST: tl.constexpr,
-    WIDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # Neighbouring programs share the weight's rows.
-    pieces = tl.num_programs(0) // tl.cdiv(n, BLOCK_N)
-    expert, start, rows = _piece(ends_ptr, tl.program_id(0) % pieces, num_experts, EXPERTS)
-    if expert < num_experts:
-        col = tl.program_id(0) // pieces * BLOCK_N + tl.arange(0, BLOCK_N)
-        local = tl.arange(0, 128)
-        row = (start + local).to(tl.int64)
-        in_m, in_n = local < rows, col < n
-        of_b = expert.to(tl.int64) * n + col
-        total = tl.zeros((128, BLOCK_N), dtype=tl.float32)
-        for piece in range(0, tl.cdiv(k, 128)):
-            inner = piece * 128 + tl.arange(0, 128)
-            in_k = inner < k
-            a = tl.load(
-                a_ptr + row[:, None] * k + inner[None, :],
-                mask=in_m[:, None] & in_k[None, :], other=0.0,
-            )  # fmt: skip
-            b = tl.load(
-                b_ptr + of_b[None, :] * k + inner[:, None],
-                mask=in_n[None, :] & in_k[:, None], other=0.0,
-            )  # fmt: skip
-            if WIDEN:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            if BLOCKS:
-                down = tl.load(a_scale_ptr + row * a_width + piece, mask=in_m, other=0.0)
-                of_tile = (expert * b_rows + col // 128) * b_width + piece
-                across = tl.load(b_scale_ptr + of_tile, mask=in_n, other=0.0)
-                product = tl.dot(a, b, input_precision="ieee")
-                total += product * down[:, None] * across[None, :]
-            elif FAST:
-                total = tl.dot(a, b, total, input_precision="ieee")
-            else:
-                total += tl.dot(a, b, input_precision="ieee")
-        if OF_TENSORS:
-            total *= tl.load(a_scale_ptr + expert) * tl.load(b_scale_ptr + expert)
-        elif not BLOCKS:
-            down = tl.load(a_scale_ptr + row, mask=in_m, other=0.0)
-            total *= down[:, None] * tl.load(b_scale_ptr + of_b, mask=in_n, other=0.0)[None, :]
-        at = y_ptr + row[:, None] * n + col[None, :]
-        tl.store(at, total.to(y_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
-
-
-@triton.jit
-def _weight_grad_kernel(
-    dy_ptr,
-    dy_scale_ptr,
-    x_ptr,
-    x_scale_ptr,
-    out_ptr,
-    ends_ptr,
-    num_experts,
-    n_out,
-    n_in,
-    places,
-    width,
-    stride_expert,
-    stride_out,
-    BLOCKS: tl.constexpr,
-    OF_TENSORS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    expert = tl.program_id(1)
-    ends = ends_ptr + num_experts
-    end = tl.load(ends + expert)
-    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    tiles_in = tl.cdiv(n_in, BLOCK_N)
-    of_out = tl.program_id(0) // tiles_in * BLOCK_M + tl.arange(0, BLOCK_M)
-    of_in = tl.program_id(0) % tiles_in * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_m, in_n = of_out < n_out, of_in < n_in
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for piece in range(start, end):
-        inner = tl.cast(piece, tl.int64) * 128 + tl.arange(0, 128)
-        dy = tl.load(
-            dy_ptr + of_out.to(tl.int64)[:, None] * places + inner[None, :],
-            mask=in_m[:, None], other=0.0,
-        )  # fmt: skip
-        x = tl.load(
-            x_ptr + of_in.to(tl.int64)[None, :] * places + inner[:, None],
-            mask=in_n[None, :], other=0.0,
-        )  # fmt: skip
-        if WIDEN:
-            dy, x = dy.to(tl.float32), x.to(tl.float32)
-        product = tl.dot(dy, x, input_precision="ieee")
-        if BLOCKS:
-            down = tl.load(dy_scale_ptr + of_out * width + piece, mask=in_m, other=0.0)
-            across = tl.load(x_scale_ptr + of_in * width + piece, mask=in_n, other=0.0)
-            product = product * down[:, None] * across[None, :]
-        total += product
-    if end > start:
-        if OF_TENSORS:
-            total *= tl.load(dy_scale_ptr + expert) * tl.load(x_scale_ptr + expert)
-        elif not BLOCKS:
-            down = tl.load(dy_scale_ptr + of_out * width + expert, mask=in_m, other=0.0)
-            across = tl.load(x_scale_ptr + of_in * width + expert, mask=in_n, other=0.0)
-            total *= down[:, None] * across[None, :]
-        at = out_ptr + expert.to(tl.int64) * stride_expert
-        at += of_out[:, None] * stride_out + of_in[None, :]
-        # Nobody else adds there: the result is the same each time, and no program waits for it.
-        tl.atomic_add(at, total, mask=in_m[:, None] & in_n[None, :], sem="relaxed")
 
 
 class TritonFp8Grouped(ReferenceFp8Grouped):
@@ -282,7 +53,7 @@ class TritonFp8Grouped(ReferenceFp8Grouped):
         bits = torch.zeros(len(counts), dtype=torch.int32, device=x.device)
         grid = num_places(counts, x.shape[0]) // ROOM, triton.cdiv(x.shape[1], 256)
         with on_device(x):
-            _amax_kernel[grid](
+            amax_kernel[grid](
                 x, bits, ends, len(counts), x.shape[1], x.stride(0), BLOCK=256,
                 EXPERTS=_wide(len(counts)), num_warps=8,
             )  # fmt: skip
@@ -344,7 +115,7 @@ class TritonFp8Grouped(ReferenceFp8Grouped):
         block_n = min(block_n, max(16, triton.next_power_of_2(n)))
         grid = (num_places(counts, rows) // ROOM * triton.cdiv(n, block_n),)
         with on_device(y):
-            _product_kernel[grid](
+            product_kernel[grid](
                 x[0].contiguous(), x[1].contiguous(), weight[0].contiguous(),
                 weight[1].contiguous(), y, _ends(counts, y.device), experts, n, k,
                 weight[1].shape[1], weight[1].shape[2], x[1].shape[1], BLOCKS=x_block[1] > 0,
@@ -369,7 +140,7 @@ class TritonFp8Grouped(ReferenceFp8Grouped):
         block_n = min(most_n, max(16, triton.next_power_of_2(n_in)))
         grid = triton.cdiv(n_out, block_m) * triton.cdiv(n_in, block_n), experts
         with on_device(out):
-            _weight_grad_kernel[grid](
+            weight_grad_kernel[grid](
                 dy[0].contiguous(), dy[1].contiguous(), x[0].contiguous(), x[1].contiguous(), out,
                 _ends(counts, out.device), experts, n_out, n_in, x[0].shape[1], x[1].shape[1],
                 out.stride(0), out.stride(1), BLOCKS=block[1] > 0, OF_TENSORS=block == (0, 0),
@@ -424,7 +195,7 @@ def _encode(
     rows = x.view(-1, c) if weights else x
     names = "quantize_blocks" if mode in ("pieces", "tile") else "quantize"
     with on_device(x):
-        _encode_kernel[(pieces, triton.cdiv(c, 128))](
+        encode_kernel[(pieces, triton.cdiv(c, 128))](
             rows, y.view(torch.uint8), turned, s, st,
             s if counts is None else _ends(counts, device), experts, c, of_weight, rows.stride(0),
             turned.shape[-1] if across else 0, 1 if mode == "given" else s.shape[-1],
