@@ -106,6 +106,15 @@ def greedy_without_cache(
     return tuple(tokens[len(prompt) :]), logprobs
 
 
+def stored(model: GPT) -> dict[str, LayoutTensor]:
+    """A model's parameters as a checkpoint has them, under `model/`."""
+    specs = model.specs()
+    return {
+        name: LayoutTensor(p.data, specs[name].layout.renamed(lambda name: f"model/{name}"))
+        for name, p in model.named_parameters()
+    }
+
+
 def save_checkpoint(
     model: GPT,
     directory: Path,
@@ -116,15 +125,10 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
 ) -> Path:
     """What a training run leaves: weights under `model/`, the config, the tokenizer's folder."""
-    specs = model.specs()
-    tensors = {
-        name: LayoutTensor(p.data, specs[name].layout.renamed(lambda name: f"model/{name}"))
-        for name, p in model.named_parameters()
-    }
     files: dict[str, Path | bytes] = {}
     if tokenizer:
         files["tokenizer"] = directory.parent / "tokenizer"
         ByteTokenizer().save(directory.parent / "tokenizer")
     if state is None:
         state = {"config": {"model": asdict(config or model.config)}}
-    return mcore_ckpt.save(directory, step=step, tensors=tensors, state=state, files=files)
+    return mcore_ckpt.save(directory, step=step, tensors=stored(model), state=state, files=files)

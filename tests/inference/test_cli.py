@@ -1,19 +1,23 @@
 """`mcore-inference generate`, in this process."""
 
 import json
+import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+import mcore_ckpt
 from mcore_inference import LLM, SamplingParams
 from mcore_inference.cli import main
+from mcore_inference.source import open_checkpoint
 from mcore_models import build_model
 from mcore_parallel import RngKey
 
 sys.path.append(str(Path(__file__).parent))
-from small_models import GPT2, LLAMA, save_checkpoint
+from small_models import GPT2, LLAMA, save_checkpoint, stored
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +67,54 @@ def test_json_has_a_line_per_prompt_and_every_option_counts(
         }
 
 
+@pytest.mark.parametrize("scheme", ["memory", "tensorstore+file"])
+def test_a_checkpoint_in_object_storage_is_taken_by_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scheme: str
+) -> None:
+    address = f"{scheme}://{tmp_path}/run"
+    model = build_model(LLAMA, key=RngKey(3))
+    folder = tmp_path / "here"
+    save_checkpoint(model, folder)
+    files: dict[str, Path | bytes] = {
+        "tokenizer": tmp_path / "tokenizer",
+        "hf/generation_config.json": b'{"eos_token_id": [7, 9]}',
+        "notes/long.txt": b"for nobody",
+    }
+    there = mcore_ckpt.save(
+        address, step=4, tensors=stored(model), state={"config": {"model": asdict(LLAMA)}},
+        files=files,
+    )  # fmt: skip
+    shutil.rmtree(tmp_path / "tokenizer")
+    rules = SamplingParams(max_tokens=7)
+    expected = LLM.from_checkpoint(folder).generate("hello", rules)
+    for place in (address, str(there)):
+        llm = LLM.from_checkpoint(place)
+        assert {7, 9} <= llm.end_ids
+        assert llm.generate("hello", rules) == expected
+    asked = ["generate", "--checkpoint", address, "--prompt"]
+    assert main([*asked, "hello", "--max-tokens", "7"]) == 0
+    assert capsys.readouterr().out == f"hello{expected[0].text}\n"
+    mcore_ckpt.save(
+        address, step=5, tensors=stored(model), state={"config": {"model": asdict(LLAMA)}}
+    )
+    assert main([*asked, "a"]) == 2
+    assert f"{address}/step_00000005 has no tokenizer in it" in error_of(capsys)
+    if scheme == "memory":
+        with pytest.raises(ValueError, match="is in the memory of each of 2 ranks for itself"):
+            open_checkpoint(address, None, None, num_ranks=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--prompt", ""], "the prompt is empty: give at least one token"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0 must lie in 0 < top_p <= 1"),
         (["--prompt", "a", "--tokenizer", "nowhere"], "nowhere: no tokenizer"),
+        (
+            ["--prompt", "a", "--checkpoint", "s4://b/run"],
+            "s4://b/run: unknown scheme s4://",
+        ),
+        (["--prompt", "a", "--checkpoint", "memory://b"], "no committed checkpoint at memory://b"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(

@@ -9,9 +9,9 @@ import torch
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, SamplingParams
 from mcore_inference.engine import Engine
-from mcore_inference.llm import generation_start
 from mcore_inference.request import Request
 from mcore_inference.runner import ModelRunner
+from mcore_inference.source import generation_start
 from mcore_models import T5, AttentionConfig, ModelConfig, T5Config, build_model
 from mcore_parallel import ParallelConfig, ParallelMesh
 from mcore_parallel.testing import RankPool

@@ -146,6 +146,7 @@ def test_starting_from_weights_makes_them_the_reference(whole: Path, tmp_path: P
     first = rows(tmp_path / "a")
     assert first[0]["kl_reference"] == pytest.approx(0, abs=1e-9)
     assert first[1]["kl_reference"] > 1e-6
+    start["load"] = f"tensorstore+file://{whole}"  # the same objects, by an address
     run(tmp_path / "b", steps=1, **settings)
     run(tmp_path / "b", steps=2, **settings)
     assert rows(tmp_path / "b") == first

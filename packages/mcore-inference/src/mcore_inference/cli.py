@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(group: "argparse._MutuallyExclusiveGroup") -> None:
-    where = "a step folder, or a folder of them: then the newest"
+    where = "a step folder, or a folder of them: then the newest; or an address (s3://bucket/run)"
     group.add_argument("--checkpoint", metavar="DIR", help=where)
     group.add_argument("--hf", metavar="DIR", help="a Hugging Face folder")
 

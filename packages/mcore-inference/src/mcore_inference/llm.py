@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import mcore_ckpt
-from mcore_ckpt.hf import HFFolder, load_hf
-from mcore_data import ChatTemplate, Tokenizer, load_tokenizer
+from mcore_ckpt.hf import load_hf
+from mcore_data import ChatTemplate, Tokenizer
 from mcore_inference.engine import Engine
 from mcore_inference.output import completion
 from mcore_inference.request import Completion, Request
 from mcore_inference.runner import ModelRunner
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.source import Source, on_first_rank, open_checkpoint, open_hf
 from mcore_inference.text import TextStream
 from mcore_inference.weights import WeightLink, model_tensors
 from mcore_kernels import KernelConfig
-from mcore_models import GPT, Builder, ModelConfig, build_model
+from mcore_models import GPT, Builder, build_model
 from mcore_models.hf import ARCHITECTURES, Architecture
-from mcore_parallel import Group, LayoutTensor, ParallelMesh, broadcast_object
+from mcore_parallel import LayoutTensor, ParallelMesh
 
 Prompt = str | Sequence[int]
 """A text, or its tokens."""
@@ -100,7 +98,8 @@ class LLM:
         in, and converted to `dtype`. All ranks of the mesh call it; metadata crosses `mesh.world`.
 
         Args:
-            path: where the checkpoint lies. The one that rank 0 finds is taken, and its tokenizer.
+            path: where the checkpoint lies: a path, or an address in object storage, such as
+                `s3://bucket/run`. The one that rank 0 finds is taken, and its tokenizer.
             tokenizer: one, or where it lies, in place of the checkpoint's own.
             chat_template: a file with one, in place of the one in the tokenizer's folder.
             mesh: the ranks over which to cut the model; default this process alone, on the CPU.
@@ -115,11 +114,13 @@ class LLM:
             mcore_ckpt.CheckpointError: it is damaged.
         """
         mesh = mesh or ParallelMesh.single()
-        source = _together(lambda: _open(path, tokenizer, chat_template), mesh.world)
+        source = on_first_rank(
+            lambda: open_checkpoint(path, tokenizer, chat_template, mesh.world.size), mesh.world
+        )
         model = build_model(
             source.config, mesh, kernels=kernels, dtype=dtype, builders=builders, key=None
         )
-        load_weights(model, source.folder)
+        load_weights(model, source.place)
         limits = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
         return _assembled(model, source, limits)
 
@@ -159,8 +160,8 @@ class LLM:
             mcore_ckpt.CheckpointError: a file is missing or damaged.
         """
         mesh = mesh or ParallelMesh.single()
-        source = _together(
-            lambda: _open_hf(folder, architectures, tokenizer, chat_template), mesh.world
+        source = on_first_rank(
+            lambda: open_hf(folder, architectures, tokenizer, chat_template), mesh.world
         )
         model = build_model(source.config, mesh, kernels=kernels, dtype=dtype, key=None)
         load_hf(folder, model_tensors(model), mesh.world, known=architectures)
@@ -259,19 +260,7 @@ def _stored_name(name: str) -> str:
     return f"model/{name}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """What a checkpoint or a folder says besides its tensors."""
-
-    folder: Path
-    config: ModelConfig
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    end_ids: tuple[int, ...]
-    start_id: int
-
-
-def _assembled(model: GPT, source: _Source, limits: dict[str, int]) -> LLM:
+def _assembled(model: GPT, source: Source, limits: dict[str, int]) -> LLM:
     return LLM(
         model,
         source.tokenizer,
@@ -280,115 +269,3 @@ def _assembled(model: GPT, source: _Source, limits: dict[str, int]) -> LLM:
         start_id=source.start_id,
         **limits,
     )
-
-
-def _together(look: Callable[[], _Source], world: Group) -> _Source:
-    """Return what rank 0 finds, or raise its error on every rank.
-
-    One rank chooses: while a run still saves, the others might find a newer checkpoint.
-    """
-    found: _Source | Exception | None = None
-    if world.rank == 0:
-        try:
-            found = look()
-        except Exception as error:  # whatever it is: the others wait for an answer
-            found = error
-    found = broadcast_object(found, 0, world)
-    if isinstance(found, Exception):
-        raise found
-    assert found is not None
-    return found
-
-
-def _open(
-    path: str | Path,
-    tokenizer: Tokenizer | str | Path | None,
-    chat_template: str | Path | None,
-) -> _Source:
-    checkpoint = mcore_ckpt.open(path)
-    folder = checkpoint.path
-    if not isinstance(folder, Path):
-        raise ValueError(
-            f"{folder} is no directory: `mcore-ckpt reshard {folder} DIR` makes it one"
-        )
-    config = _architecture(folder, checkpoint.state)
-    if tokenizer is None:
-        tokenizer = folder / "files" / "tokenizer"
-        if not tokenizer.is_dir():
-            raise ValueError(f"{folder} has no tokenizer in it: give one")
-    tokenizer, chat = _talk(tokenizer, chat_template)
-    return _Source(
-        folder=folder,
-        config=config,
-        tokenizer=tokenizer,
-        chat_template=chat,
-        end_ids=generation_ends(folder / "files" / "hf"),
-        start_id=generation_start(folder / "files" / "hf"),
-    )
-
-
-def _open_hf(
-    folder: str | Path,
-    architectures: Mapping[str, Architecture],
-    tokenizer: Tokenizer | str | Path | None,
-    chat_template: str | Path | None,
-) -> _Source:
-    opened = HFFolder.open(folder, known=architectures)
-    tokenizer, chat = _talk(opened.path if tokenizer is None else tokenizer, chat_template)
-    return _Source(
-        folder=opened.path,
-        config=opened.model,
-        tokenizer=tokenizer,
-        chat_template=chat,
-        end_ids=generation_ends(opened.path),
-        start_id=generation_start(opened.path),
-    )
-
-
-def _talk(
-    tokenizer: Tokenizer | str | Path, chat_template: str | Path | None
-) -> tuple[Tokenizer, ChatTemplate]:
-    place = None
-    if isinstance(tokenizer, str | Path):
-        place = Path(tokenizer) if Path(tokenizer).is_dir() else None
-        tokenizer = load_tokenizer(tokenizer)
-    return tokenizer, ChatTemplate.load(place, tokenizer, file=chat_template)
-
-
-def generation_ends(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text according to the files of Hugging Face in a folder.
-
-    `eos_token_id` of `generation_config.json`, or without that file of `config.json`: one or
-    several, or none.
-    """
-    ends = _generation(folder, "eos_token_id")
-    return tuple(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def generation_start(folder: Path) -> int:
-    """Return the id from which a decoder that reads an encoder starts, `decoder_start_token_id`.
-
-    Of the same files; 0, T5's padding, where they do not say.
-    """
-    return int(_generation(folder, "decoder_start_token_id") or 0)
-
-
-def _generation(folder: Path, field: str) -> Any:
-    """A field of the first of the two files that is there; None without it."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                return json.loads(path.read_bytes()).get(field)
-            except (ValueError, AttributeError) as error:
-                raise ValueError(f"{path}: no JSON object ({error})") from None
-    return None
-
-
-def _architecture(folder: Path, state: dict[str, Any]) -> ModelConfig:
-    try:
-        return ModelConfig(**state["config"]["model"])
-    except KeyError as error:
-        raise ValueError(f"{folder} has no model architecture in it: no {error}") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder}: its model architecture cannot be built: {error}") from None
