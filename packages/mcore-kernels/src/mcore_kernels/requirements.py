@@ -97,6 +97,18 @@ def needs_head_dim(*, maximum: int, multiple: int = 1) -> Requirement:
     return check
 
 
+def on_cuda(*requirements: Requirement) -> Requirement:
+    """A CUDA target meets all of these (other targets pass)."""
+
+    def check(target: Target) -> str | None:
+        if target.device_type != "cuda":
+            return None
+        reasons = [reason for one in requirements if (reason := one(target)) is not None]
+        return "; ".join(reasons) if reasons else None
+
+    return check
+
+
 def needs_triton_target(target: Target) -> str | None:
     """A CUDA device, or the interpreter on CPU where the target asks for it."""
     if target.interpret or target.device_type == "cuda":
@@ -104,10 +116,13 @@ def needs_triton_target(target: Target) -> str | None:
     return f"needs a CUDA device, the target is {target.device_type}"
 
 
+TRITON_PACKAGE = needs_package("triton", "3.6")
+"""Triton itself, whoever writes the kernels."""
+
 TRITON: tuple[Requirement, ...] = (
     needs_triton_target,
     needs_arch((8, 0)),
-    needs_package("triton", "3.6"),
+    TRITON_PACKAGE,
     needs_dtype(torch.float32, torch.bfloat16, torch.float16),
 )
 """What every Triton kernel here needs. It accumulates in fp32, so fp64 is refused, not degraded."""

@@ -6,14 +6,18 @@ from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.ops.attention.cudnn import MAX_HEAD_DIM as CUDNN_HEAD_DIM
 from mcore_kernels.ops.attention.cudnn import CudnnAttention
 from mcore_kernels.ops.attention.flash import MAX_HEAD_DIM, FlashAttention
+from mcore_kernels.ops.attention.flex import FLEX
+from mcore_kernels.ops.attention.flex import MAX_HEAD_DIM as FLEX_HEAD_DIM
 from mcore_kernels.ops.attention.reference import REFERENCE
 from mcore_kernels.ops.attention.sdpa import SdpaAttention
 from mcore_kernels.requirements import (
+    TRITON_PACKAGE,
     needs_arch,
     needs_device,
     needs_dtype,
     needs_head_dim,
     needs_package,
+    on_cuda,
 )
 
 FLASH4_HEAD_DIM = 128
@@ -42,6 +46,21 @@ OPERATOR = Operator(
         ),
         Implementation(
             op="attention",
+            name="flex",
+            fn=FLEX,
+            requires=(
+                needs_device("cpu", "cuda"),
+                needs_head_dim(maximum=FLEX_HEAD_DIM),
+                on_cuda(
+                    needs_arch((8, 0)), needs_dtype(torch.bfloat16, torch.float16), TRITON_PACKAGE
+                ),
+            ),
+            priority=5,
+            summary="torch's FlexAttention for every mask and cap, compiled when first used; on "
+            "CPU it evaluates all scores, to be tested",
+        ),
+        Implementation(
+            op="attention",
             name="flash",
             fn=FlashAttention(),
             requires=(
@@ -52,7 +71,7 @@ OPERATOR = Operator(
             ),
             priority=20,
             summary="the FlashAttention-2 kernels of torch's CUDA builds, all segments at once; "
-            "soft-capped scores go to the reference",
+            "soft-capped scores go to flex, short ones to the reference",
         ),
         Implementation(
             op="attention",

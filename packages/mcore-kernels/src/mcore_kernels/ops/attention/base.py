@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,12 +59,21 @@ class Segments:
     uniform: tuple[int, int] | None
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """One call of attention with everything but the tensors settled."""
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(out, lse)` with a gradient of `out`, made by `backward`."""
+        out, lse = _Attention.apply(q, k, v, sinks, self)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(out, lse)`."""
 
+    @abstractmethod
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,9 +117,7 @@ class Attention(ABC):
             raise ValueError(
                 f"attention: sinks are one per query head, [{q.shape[1]}], got {list(sinks.shape)}"
             )
-        plan = self.plan(q, k, segments, visibility)
-        out, lse = _Attention.apply(q, k, v, sinks, plan)  # type: ignore[no-untyped-call]
-        return out, lse
+        return self.plan(q, k, segments, visibility).attend(q, k, v, sinks)
 
     def backward(
         self,

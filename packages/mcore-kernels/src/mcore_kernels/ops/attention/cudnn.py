@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
-from mcore_kernels.ops.attention.flash import FlashPlan, aligned
-from mcore_kernels.ops.attention.reference import REFERENCE
+from mcore_kernels.ops.attention.flash import FlashPlan, aligned, capped
 
 MAX_HEAD_DIM = 128
 MIN_LENGTH = 128
@@ -29,7 +28,7 @@ class CudnnAttention(Attention):
     def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
         """Choose cuDNN for long equal segments without a window, else what `flash` does."""
         if visibility.softcap is not None:
-            return REFERENCE.plan(q, k, segments, visibility)
+            return capped(q, k, segments, visibility)
         flash = FlashPlan(segments=segments, visibility=visibility)
         uniform, size = segments.uniform, q.shape[-1]
         if uniform is None or uniform[1] < MIN_LENGTH or visibility.window is not None:
@@ -40,7 +39,7 @@ class CudnnAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CudnnPlan:
+class CudnnPlan(Plan):
     """The operator's arguments besides the tensors; `other` is for values of another head size."""
 
     uniform: tuple[int, int]

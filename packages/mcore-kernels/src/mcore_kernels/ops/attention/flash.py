@@ -18,23 +18,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
+from mcore_kernels.ops.attention.flex import FLEX, has_triton
 from mcore_kernels.ops.attention.reference import REFERENCE
 
 MAX_HEAD_DIM = 256
+
+MIN_CAPPED = 128
+"""Queries of the longest segment from which on capped scores are worth a generated kernel."""
 
 
 class FlashAttention(Attention):
     """`mcore_kernels.protocols.AttentionOp` on CUDA devices, for bfloat16 and float16."""
 
     def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
-        """Capped scores, which the kernels do not know, go to the reference."""
+        """Capped scores, which the kernels do not know, go elsewhere."""
         if visibility.softcap is not None:
-            return REFERENCE.plan(q, k, segments, visibility)
+            return capped(q, k, segments, visibility)
         return FlashPlan(segments=segments, visibility=visibility)
 
 
+def capped(q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
+    """Who serves capped scores: `flex` where it can, and segments are long, else the reference.
+
+    A short segment is done before a kernel for it would be generated.
+    """
+    if segments.max_seqlen_q < MIN_CAPPED or not q.is_cuda or not has_triton():
+        return REFERENCE.plan(q, k, segments, visibility)
+    return FLEX.plan(q, k, segments, visibility)
+
+
 @dataclass(frozen=True, kw_only=True)
-class FlashPlan:
+class FlashPlan(Plan):
     """The kernels' arguments besides the tensors."""
 
     segments: Segments

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_kernels.ops.attention.base import Attention, Segments, Visibility
+from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
 from mcore_kernels.protocols import accumulation_dtype
 
 
@@ -76,16 +76,24 @@ class Run:
         return rows.view(self.count, self.lk, *x.shape[1:])
 
 
+def check_ends(q: Tensor, k: Tensor, segments: Segments) -> None:
+    """ValueError where the last segment ends beyond the rows; reads the ends back."""
+    if segments.uniform is not None:  # its ends are not read, and were compared with the rows
+        return
+    end_q, end_k = int(segments.cu_seqlens_q[-1]), int(segments.cu_seqlens_k[-1])
+    if end_q > q.shape[0] or end_k > k.shape[0]:
+        raise ValueError(
+            f"attention: cu_seqlens end at rows {end_q} and {end_k}, beyond the {q.shape[0]} of q "
+            f"or the {k.shape[0]} of k"
+        )
+
+
 def _runs(q: Tensor, k: Tensor, segments: Segments) -> tuple[Run, ...]:
     if segments.uniform is not None:
         count, length = segments.uniform
         return (Run(count=count, lq=length, lk=length, start_q=0, start_k=0),)
+    check_ends(q, k, segments)
     ends_q, ends_k = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
-    if ends_q[-1] > q.shape[0] or ends_k[-1] > k.shape[0]:
-        raise ValueError(
-            f"attention: cu_seqlens end at rows {ends_q[-1]} and {ends_k[-1]}, beyond the "
-            f"{q.shape[0]} of q or the {k.shape[0]} of k"
-        )
     runs: list[Run] = []
     for a, b, c, d in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True):
         lq, lk = b - a, d - c
@@ -100,7 +108,7 @@ def _runs(q: Tensor, k: Tensor, segments: Segments) -> tuple[Run, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedPlan:
+class PackedPlan(Plan):
     """A kernel carried over runs; `whole` when one run without blind queries is all there is."""
 
     op: PackedAttention
