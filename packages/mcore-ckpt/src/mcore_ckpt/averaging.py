@@ -11,6 +11,7 @@ from mcore_ckpt.addresses import Place, absolute
 from mcore_ckpt.checkpoint import Checkpoint
 from mcore_ckpt.convert import check_target
 from mcore_ckpt.dtypes import stored_type
+from mcore_ckpt.memory import new_tensor
 from mcore_ckpt.progress import Advance
 from mcore_ckpt.sinks import CheckpointSink
 from mcore_ckpt.sources import MODEL
@@ -94,7 +95,7 @@ def _mean(
 ) -> torch.Tensor:
     info = opened[-1].info(name)
     dtype = stored_type(info.dtype).torch
-    result = torch.empty(info.shape, dtype=dtype)
+    result = new_tensor(info.shape, dtype, f"{opened[-1].path}: tensor {name} {list(info.shape)}")
     inexact = dtype.is_floating_point or dtype.is_complex
     wide = torch.complex128 if dtype.is_complex else torch.float64
     for number in range(info.grid.num_chunks):

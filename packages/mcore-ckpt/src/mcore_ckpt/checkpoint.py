@@ -14,6 +14,7 @@ from mcore_ckpt.dtypes import stored_type
 from mcore_ckpt.engine import Engine
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
+from mcore_ckpt.memory import new_tensor
 from mcore_ckpt.names import FILES
 from mcore_ckpt.reading import Part, Reader, inside
 from mcore_ckpt.storage import Readable
@@ -82,7 +83,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         box = whole if box is None else box
         if len(box.shape) != len(whole.shape) or not whole.contains(box):
             raise ValueError(f"{name}: box {box} leaves the shape {list(info.shape)}")
-        result = torch.empty(box.shape, dtype=stored_type(info.dtype).torch)
+        what = f"{self._place}: tensor {name} {list(box.shape)}"
+        result = new_tensor(box.shape, stored_type(info.dtype).torch, what)
         parts = []
         for number in info.grid.overlapping(box):
             common = info.grid.box(number).intersect(box)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,9 @@ from mcore_ckpt.names import check_paths
 FORMAT = "mcore-ckpt"
 VERSION = 2
 """The newest version that is read. Version 1 is written unless chunks are encoded."""
+
+_MOST_BYTES = 2**63 - 1
+"""Of a tensor: sizes and offsets are signed 64-bit numbers wherever tensors are held."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -203,17 +206,41 @@ def _lines(document: Mapping[str, Any]) -> str:
 def _tensor(entry: Mapping[str, Any]) -> TensorInfo:
     info = TensorInfo(
         dtype=stored_type(str(entry["dtype"])).name,
-        shape=tuple(entry["shape"]),
-        chunk_shape=tuple(entry["chunk_shape"]),
+        shape=_extents(entry, "shape", 0),
+        chunk_shape=_extents(entry, "chunk_shape", 1),
         crc32=tuple(int(crc, 16) for crc in entry["crc32"]),
         codec=Codec.parse(entry["codec"]) if "codec" in entry else None,
-        file_shape=tuple(entry["file_shape"]) if "file_shape" in entry else None,
+        file_shape=_extents(entry, "file_shape", 1) if "file_shape" in entry else None,
     )
-    if any(a % b for a, b in zip(info.file_shape or (), info.chunk_shape, strict=False)):
-        raise ValueError(f"files of {info.file_shape} hold no whole chunks {info.chunk_shape}")
+    if info.num_bytes > _MOST_BYTES:
+        raise ValueError(f"shape {list(info.shape)} is of {info.num_bytes} bytes")
+    if info.file_shape is not None:
+        _check_file_shape(info, info.file_shape)
     if len(info.crc32) != info.grid.num_chunks:
         raise ValueError(f"{len(info.crc32)} checksums for {info.grid.num_chunks} chunks")
     return info
+
+
+def _extents(entry: Mapping[str, Any], field: str, least: int) -> tuple[int, ...]:
+    value = entry[field]
+    if not isinstance(value, list) or len(value) != len(entry["shape"]):
+        raise ValueError(f"{field} is {value!r} for a tensor of shape {entry['shape']!r}")
+    for n in value:
+        if type(n) is not int or n < least:
+            raise ValueError(f"{field} is {value!r}, not whole numbers from {least} on")
+    return tuple(value)
+
+
+def _check_file_shape(info: TensorInfo, file_shape: Sequence[int]) -> None:
+    """Raise ValueError when files hold parts of chunks, or more of them than the tensor has."""
+    for count, chunk, size in zip(info.grid.counts, info.chunk_shape, file_shape, strict=True):
+        if size % chunk:
+            raise ValueError(f"files of {file_shape} hold no whole chunks {info.chunk_shape}")
+        if size > chunk * max(1, count):
+            raise ValueError(
+                f"files of {file_shape} are larger than the tensor {list(info.shape)} in chunks "
+                f"{info.chunk_shape}"
+            )
 
 
 def sha256(data: bytes) -> str:

@@ -18,6 +18,7 @@ from mcore_ckpt.dtypes import Array, from_numpy
 from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.manifest import Manifest
+from mcore_ckpt.memory import check_room
 from mcore_ckpt.storage import Readable
 from mcore_parallel.layout import Box
 
@@ -83,6 +84,9 @@ class Reader:
     def _regions(self, parts: Sequence[Part]) -> list[Region]:
         """Return what is read for the parts: to verify, their whole chunks."""
         tensors = self.manifest.tensors
+        for name in {part.name for part in parts}:
+            where = self.storage.location(f"{self.checkpoint}/{self.stored.get(name, name)}")
+            check_room(tensors[name].chunk_bytes, f"a chunk of {where}")
         if not self.verify:
             return [
                 Region(array=self._array(part), info=tensors[part.name], box=part.box)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from mcore_ckpt.default_engine import DefaultEngine
@@ -13,6 +13,7 @@ from mcore_ckpt.manifest import Manifest
 from mcore_ckpt.names import FILES
 from mcore_ckpt.object_storage import ObjectStorage
 from mcore_ckpt.storage import Readable
+from mcore_ckpt.threads import map_in_threads
 from mcore_ckpt.verifying import Problem, check_chunk, check_document, check_file
 
 Scan = Literal["none", "quick", "full"]
@@ -44,9 +45,9 @@ def scan_part(
     if scan == "none":
         return []
     checks = (_quick if scan == "quick" else _full)(storage, name, manifest)
-    mine = [check for i, check in enumerate(checks) if i % size == rank]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-scan") as pool:
-        return [problem for problem in pool.map(lambda check: check(), mine) if problem]
+    mine = islice(checks, rank, None, size)
+    found = map_in_threads(lambda check: check(), mine, _THREADS, "mcore-ckpt-scan")
+    return [problem for problem in found if problem]
 
 
 Check: TypeAlias = Callable[[], Problem | None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mcore_ckpt.addresses import Place, absolute, place, storage_at
@@ -14,9 +13,11 @@ from mcore_ckpt.default_engine import DefaultEngine
 from mcore_ckpt.engine import Engine, Region
 from mcore_ckpt.errors import CheckpointError, NewerFormatError
 from mcore_ckpt.manifest import Manifest, TensorInfo, sha256
+from mcore_ckpt.memory import check_room
 from mcore_ckpt.names import FILES, MARKER
 from mcore_ckpt.progress import Advance
 from mcore_ckpt.storage import Readable
+from mcore_ckpt.threads import map_in_threads
 from mcore_parallel.layout import Box
 
 _THREADS = 8
@@ -97,22 +98,27 @@ def _verify(located: Located, advance: Advance | None) -> Verification:
         return Verification(
             path=where, num_tensors=0, num_chunks=0, num_bytes=0, problems=(problem,)
         )
-    chunks = [
-        (tensor, info, number)
-        for tensor, info in manifest.tensors.items()
-        for number in range(info.grid.num_chunks)
-    ]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mcore-ckpt-verify") as pool:
-        engine = DefaultEngine()
-        found = pool.map(lambda chunk: check_chunk(storage, name, *chunk, engine=engine), chunks)
-        problems = [problem for problem in found if problem]
+    engine = DefaultEngine()
+    found = map_in_threads(
+        lambda chunk: check_chunk(storage, name, *chunk, engine=engine),
+        _chunks(manifest),
+        _THREADS,
+        "mcore-ckpt-verify",
+    )
+    problems = [problem for problem in found if problem]
     return Verification(
         path=where,
         num_tensors=len(manifest.tensors),
-        num_chunks=len(chunks),
+        num_chunks=sum(info.grid.num_chunks for info in manifest.tensors.values()),
         num_bytes=sum(info.num_bytes for info in manifest.tensors.values()),
         problems=(*_check_documents(storage, name, manifest), *problems),
     )
+
+
+def _chunks(manifest: Manifest) -> Iterator[tuple[str, TensorInfo, int]]:
+    for tensor, info in manifest.tensors.items():
+        for number in range(info.grid.num_chunks):
+            yield tensor, info, number
 
 
 def _locate(path: str | os.PathLike[str], given: Readable | None = None) -> Located:
@@ -183,6 +189,7 @@ def _decoded(
     """Return the bytes of a chunk as they were before they were encoded; None when it cannot be."""
     box = Box(info.grid.box(number).start, info.chunk_shape)
     try:
+        check_room(info.chunk_bytes, array)
         (found,) = engine.read(storage, [Region(array=array, info=info.padded, box=box)])
     except CheckpointError:
         return None

@@ -11,6 +11,7 @@ import torch
 
 from mcore_ckpt.dcp.metadata import DcpTensor, Stored, read_metadata
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.memory import new_tensor
 from mcore_ckpt.torchfile import Mapped, load_archive
 from mcore_parallel.layout import Box
 from mcore_parallel.mapping import TensorMeta
@@ -71,7 +72,8 @@ class DcpFolder:
         box = whole if box is None else box
         if len(box.shape) != len(whole.shape) or not whole.contains(box):
             raise ValueError(f"{name}: region {box} leaves the shape {list(tensor.meta.shape)}")
-        result = torch.empty(box.shape, dtype=tensor.meta.dtype)
+        what = f"{self.folder}: {name} {list(box.shape)}"
+        result = new_tensor(box.shape, tensor.meta.dtype, what)
         covered = 0
         for chunk, common in _common(tensor, box):
             value = self._chunk(name, chunk, tensor)
