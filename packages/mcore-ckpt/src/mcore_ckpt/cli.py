@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 
 from mcore_ckpt.commands import average, bench, diff, prune, reshard, verify
@@ -15,21 +16,26 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit status.
 
     0: done. 1: `verify` found damage, or `diff` a difference. 2: a mistake of the user, told in one
-    line. 130: interrupted.
+    line. 128 and the signal's number: stopped by Ctrl-C (130) or SIGTERM (143).
     """
     arguments = _parser().parse_args(argv)
     from mcore_ckpt.advice import advice
     from mcore_ckpt.errors import CheckpointError
+    from mcore_ckpt.stopping import Stopped, raising_on_sigterm
 
     try:
-        status: int = arguments.run(arguments)
+        with raising_on_sigterm():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor will more be read
         return 0
-    except KeyboardInterrupt:
-        print("mcore-ckpt: interrupted; what was half-written is no checkpoint", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        what, number = "interrupted", int(signal.SIGINT)
+        if isinstance(error, Stopped):
+            what, number = f"stopped by {error}", error.number
+        print(f"mcore-ckpt: {what}; what was half-written is no checkpoint", file=sys.stderr)
+        return 128 + number
     except (ValueError, OSError, CheckpointError) as error:
         hint = advice(error) if isinstance(error, OSError) else None
         text = f"{error}: {hint}" if hint and hint not in str(error) else str(error)

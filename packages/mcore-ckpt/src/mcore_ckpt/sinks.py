@@ -18,7 +18,7 @@ from mcore_ckpt.commit import begin, remove_checkpoint
 from mcore_ckpt.completing import complete
 from mcore_ckpt.documents import array_document, encode
 from mcore_ckpt.dtypes import plain, stored_type, to_numpy
-from mcore_ckpt.engine import ChunkData, Engine
+from mcore_ckpt.engine import ChunkData, Engine, Writing
 from mcore_ckpt.grid import DEFAULT_CHUNK_BYTES
 from mcore_ckpt.manifest import TensorInfo, check_json
 from mcore_ckpt.marks import check_mark, is_marked, new_mark
@@ -80,6 +80,7 @@ class CheckpointSink:
         for name in self._files:
             check_path(name, "file name")
         self._checksums: dict[str, tuple[int, ...]] = {}
+        self._under_way: Writing | None = None
 
     @property
     def path(self) -> Place:
@@ -107,7 +108,9 @@ class CheckpointSink:
             for chunk in batch:
                 self._writer.wrote(f"{stored}/{info.files.key(chunk.number)}")
             numbers = [number for chunk in batch for number in info.inside(chunk.number)]
-            written = self._engine.write(self._storage, batch).wait()
+            self._under_way = self._engine.write(self._storage, batch)
+            written = self._under_way.wait()
+            self._under_way = None
             checksums.update(zip(numbers, written, strict=True))
         self._checksums[stored] = tuple(checksums[number] for number in sorted(checksums))
 
@@ -132,9 +135,16 @@ class CheckpointSink:
                 committed = True
         finally:
             if not committed:  # if that fails too, the next save sweeps it
+                self._settle()
                 with contextlib.suppress(OSError):
                     if own or is_marked(self._storage, self._name, self._mark):
                         remove_checkpoint(self._storage, self._name)
+
+    def _settle(self) -> None:
+        """Wait for chunks that an interrupt left under way: none may come when all is removed."""
+        if self._under_way is not None:
+            with contextlib.suppress(OSError):
+                self._under_way.wait()
 
     def _commit(self) -> None:
         missing = self._infos.keys() - self._checksums.keys()
