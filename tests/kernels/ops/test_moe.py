@@ -63,6 +63,8 @@ def test_only_experts_of_the_best_groups_are_chosen() -> None:
         ({"top_k": 9}, 8, "top_k 9 of 8 experts that can be chosen"),
         ({"top_k": 5, "num_groups": 2}, 8, r"top_k 5 of 4 experts .*\(1 of 2 groups of 4\)"),
         ({"top_k": 2, "num_groups": 4, "per_group": 3}, 8, "per_group 3 is more than the 2"),
+        ({"top_k": 2, "per_group": 0}, 8, "per_group must be at least 1, got 0"),
+        ({"top_k": 2, "scale": float("nan")}, 8, "scale must be a finite number, got nan"),
     ],
 )
 def test_rules_that_cannot_be(options: dict[str, Any], num_experts: int, message: str) -> None:
@@ -79,6 +81,12 @@ def test_sinkhorn_loads_experts_alike() -> None:
     assert plain.max() > 2 * even.max()
     assert sinkhorn(logits * 100, most=3).isfinite().all()
     assert sinkhorn(logits[:0]).shape == (0, 8)
+
+
+def test_jitter_that_cannot_be() -> None:
+    for epsilon in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"epsilon must be in \[0, 1\), got {epsilon}"):
+            jitter(torch.ones(3), epsilon)
 
 
 def test_jitter_is_drawn_from_its_generator() -> None:

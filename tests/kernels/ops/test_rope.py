@@ -33,7 +33,7 @@ def test_angles_are_position_times_frequency() -> None:
     [
         (7, 1e4, "it is even and positive; got 7, nearest 8"),
         (0, 1e4, "got 0, nearest 2"),
-        (8, 0.0, "base must be positive, got 0.0"),
+        (8, 0.0, "base must be a number above 1, got 0.0"),
     ],
 )
 def test_angles_that_cannot_be(rotary: int, base: float, message: str) -> None:
@@ -221,6 +221,10 @@ def test_scalings_that_cannot_be() -> None:
     scaling = LongRopeScaling(factors=(1.0, 2.0), extension=4.0, original_length=4096)
     with pytest.raises(ValueError, match="2 factors for 4 pairs"):
         rope_cos_sin(torch.arange(3), 8, scaling=scaling)
+    with pytest.raises(ValueError, match="length of yarn scaling must be at least 2, got 0"):
+        YarnScaling(factor=8, original_length=0)
+    with pytest.raises(ValueError, match=r"longrope scaling are positive, got \(0.0, 1.0\)"):
+        LongRopeScaling(factors=(0.0, 1.0), extension=4.0, original_length=4096)
 
 
 def test_in_place_in_parts_of_one_tensor() -> None:

@@ -260,7 +260,8 @@ def test_log_probabilities_with_gradients_known_later() -> None:
     ("make", "message"),
     [
         (lambda: LossTerms(label_smoothing=1.0), r"label_smoothing must be in \[0, 1\), got 1.0"),
-        (lambda: LossTerms(z_loss=-1.0), "z_loss must not be negative, got -1.0"),
+        (lambda: LossTerms(z_loss=-1.0), "z_loss must be finite and not negative, got -1.0"),
+        (lambda: LossTerms(z_loss=float("nan")), "z_loss must be finite and not negative, got nan"),
         (
             lambda: LossTerms(label_smoothing=0.1).on_all(1),
             "label_smoothing needs 2 classes, there are 1",

@@ -35,6 +35,11 @@ def moe_route(make: Make) -> Iterator[Case]:
     yield case("one expert", make(3, 1), top_k=1, normalise=True)
     yield case("equal logits", make(4, 6).mul(0.5).round(), top_k=3)
     yield case("no tokens", make(0, 5), top_k=2)
+    yield case("no tokens, groups", make(0, 8), top_k=2, num_groups=4, top_groups=2)
+    for score in ("sigmoid", "sqrt_softplus"):
+        vanishing = make(5, 6)
+        vanishing[:, ::2] -= 1e3
+        yield case(f"{score} of almost nothing", vanishing, top_k=4, score=score, normalise=True)
     yield case("scattered", scattered(make(5, 6)), top_k=2, score="sigmoid")
     yield case("large values", make(5, 6, scale=1e3), top_k=2, normalise=True)
     yield case("NaN", with_nan(make(5, 6)), top_k=2)
@@ -113,6 +118,11 @@ def compare_route(op: Any, arguments: dict[str, Any], wide: dict[str, Any], labe
         )  # fmt: skip
 
 
+def _root(x: Tensor) -> Tensor:
+    """√x, with the slope 0 at 0."""
+    return torch.where(x == 0, x, torch.where(x == 0, 1.0, x).sqrt())
+
+
 def route_by_formula(
     logits: Tensor, correction: Tensor | None, rule: RoutingRule
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +130,8 @@ def route_by_formula(
     exp = (logits - logits.detach().amax(-1, keepdim=True)).exp()
     scores = {
         "softmax": exp / exp.sum(-1, keepdim=True),
-        "sigmoid": 1 / (1 + (-logits).exp()),
-        "sqrt_softplus": torch.logaddexp(logits, torch.zeros_like(logits)).sqrt(),
+        "sigmoid": (-torch.logaddexp(-logits, torch.zeros_like(logits))).exp(),
+        "sqrt_softplus": _root(torch.logaddexp(logits, torch.zeros_like(logits))),
     }[rule.score]
     values = (scores if correction is None else scores + correction).tolist()
     if correction is None and rule.num_groups == 1:

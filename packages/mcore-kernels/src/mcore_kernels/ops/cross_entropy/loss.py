@@ -6,6 +6,7 @@ Shapes: T tokens, V columns of this shard, K classes in all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ class LossTerms:
         ignore_index: tokens with this label have loss, log-probability, entropy and gradient 0.
 
     Raises:
-        ValueError: α outside [0, 1), or λ negative.
+        ValueError: α outside [0, 1), or λ negative or not finite.
     """
 
     label_smoothing: float = 0.0
@@ -59,8 +60,8 @@ class LossTerms:
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"loss: label_smoothing must be in [0, 1), got {self.label_smoothing}")
-        if self.z_loss < 0.0:
-            raise ValueError(f"loss: z_loss must not be negative, got {self.z_loss}")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"loss: z_loss must be finite and not negative, got {self.z_loss}")
 
     def on_all(self, vocab_size: int) -> float:
         """The weight on every class; ValueError for smoothing over a single one."""

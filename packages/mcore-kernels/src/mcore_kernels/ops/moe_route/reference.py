@@ -34,7 +34,10 @@ def _scores(logits: Tensor, rule: RoutingRule) -> Tensor:
         return logits.softmax(-1)
     if rule.score == "sigmoid":
         return logits.sigmoid()
-    return F.softplus(logits).sqrt()
+    softplus = F.softplus(logits)
+    # Far below 0 it rounds to 0, where the root has no slope; that of the score is 0.
+    vanished = softplus == 0
+    return torch.where(vanished, 0.0, torch.where(vanished, 1.0, softplus).sqrt())
 
 
 def choose(logits: Tensor, scores: Tensor, correction: Tensor | None, rule: RoutingRule) -> Tensor:
@@ -44,7 +47,7 @@ def choose(logits: Tensor, scores: Tensor, correction: Tensor | None, rule: Rout
         return _first_largest(logits, rule.top_k)
     values = scores if correction is None else scores + correction.to(scores.dtype)
     if rule.num_groups > 1:
-        grouped = values.view(*values.shape[:-1], rule.num_groups, -1)
+        grouped = values.unflatten(-1, (rule.num_groups, values.shape[-1] // rule.num_groups))
         quality = grouped.topk(rule.best_of_group, dim=-1).values.sum(-1)
         best = _first_largest(quality, rule.top_groups)
         allowed = torch.zeros_like(quality, dtype=torch.bool).scatter_(-1, best, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,6 +53,10 @@ class RoutingRule:
                 f"routing: top_groups must be between 1 and num_groups, got {self.top_groups} of "
                 f"{self.num_groups}"
             )
+        if self.per_group is not None and self.per_group < 1:
+            raise ValueError(f"routing: per_group must be at least 1, got {self.per_group}")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"routing: scale must be a finite number, got {self.scale}")
 
     @property
     def best_of_group(self) -> int:
@@ -102,6 +107,12 @@ def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most: int = 1000) -> Te
 
 
 def jitter(x: Tensor, epsilon: float, generator: torch.Generator | None = None) -> Tensor:
-    """Return the router's input times noise, uniform between 1 - ε and 1 + ε for each element."""
+    """Return the router's input times noise, uniform between 1 - ε and 1 + ε for each element.
+
+    Raises:
+        ValueError: ε is outside [0, 1).
+    """
+    if not 0.0 <= epsilon < 1.0:
+        raise ValueError(f"routing: the noise's epsilon must be in [0, 1), got {epsilon}")
     noise = torch.empty_like(x, requires_grad=False)
     return x * noise.uniform_(1.0 - epsilon, 1.0 + epsilon, generator=generator)

@@ -206,7 +206,10 @@ def _backward_kernel(
     elif SCORE == 1:
         dz += dscores * scores * (1.0 - scores)
     else:
-        dz += tl.where(able, dscores * tl.sigmoid(z) / (2.0 * scores), 0.0)
+        # Far below 0 the score rounds to 0, where the root has no slope; that of the score is 0.
+        vanished = scores == 0.0
+        slope = tl.sigmoid(z) / (2.0 * tl.where(vanished, 1.0, scores))
+        dz += tl.where(able & ~vanished, dscores * slope, 0.0)
     tl.store(dz_ptr + row * size + expert, dz.to(dz_ptr.dtype.element_ty), mask=known)
 
 

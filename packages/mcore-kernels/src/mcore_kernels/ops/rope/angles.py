@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def rope_cos_sin(
         positions: [T], integers in any order, repeats allowed (packed documents, decoding); with
             `sections` [A, T], one row per axis (time, height, width).
         rotary_dim: R, how many elements of a head turn; even.
-        base: the longest wavelength is 2π · base^((R-2)/R) tokens.
+        base: above 1; the longest wavelength is 2π · base^((R-2)/R) tokens.
         scaling: changes the frequencies and puts a factor on cos and sin; None: neither.
         sections: how many pairs follow each axis (multi-section positions of Qwen2-VL); they add
             up to R/2. Pairs keep their frequencies.
@@ -33,7 +35,7 @@ def rope_cos_sin(
             left; what remains follows the first (Qwen3-VL). Otherwise they come one after another.
 
     Raises:
-        ValueError: R is not even and positive, base is not positive, or positions and sections do
+        ValueError: R is not even and positive, base is not above 1, or positions and sections do
             not fit together.
     """
     if rotary_dim < 2 or rotary_dim % 2:
@@ -41,8 +43,8 @@ def rope_cos_sin(
             f"rope: rotary_dim turns pairs, so it is even and positive; got {rotary_dim}, "
             f"nearest {max(2, rotary_dim + 1)}"
         )
-    if base <= 0:
-        raise ValueError(f"rope: base must be positive, got {base}")
+    if not 1.0 < base < math.inf:
+        raise ValueError(f"rope: base must be a number above 1, got {base}")
     device = positions.device
     if scaling is None:
         frequency = plain_frequencies(rotary_dim, base, device)

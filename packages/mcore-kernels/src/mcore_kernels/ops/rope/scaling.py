@@ -62,6 +62,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         _at_least_one("llama3", self.factor)
+        _length("llama3", self.original_length)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"rope: llama3 scaling needs 0 < low_freq_factor < high_freq_factor, got "
@@ -98,6 +99,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _at_least_one("yarn", self.factor)
+        _length("yarn", self.original_length)
         if not 0 < self.beta_slow <= self.beta_fast:
             raise ValueError(
                 f"rope: yarn scaling needs 0 < beta_slow <= beta_fast, got {self.beta_slow} and "
@@ -152,6 +154,13 @@ class LongRopeScaling:
     original_length: int
     given_attention_factor: float | None = None
 
+    def __post_init__(self) -> None:
+        _length("longrope", self.original_length)
+        if not all(0.0 < factor < math.inf for factor in self.factors):
+            raise ValueError(
+                f"rope: the factors of longrope scaling are positive, got {self.factors}"
+            )
+
     @property
     def attention_factor(self) -> float:
         """See `RopeScaling`."""
@@ -175,3 +184,10 @@ class LongRopeScaling:
 def _at_least_one(kind: str, factor: float) -> None:
     if not factor >= 1.0:
         raise ValueError(f"rope: the factor of {kind} scaling must be at least 1, got {factor}")
+
+
+def _length(kind: str, length: int) -> None:
+    if length < 2:
+        raise ValueError(
+            f"rope: the original length of {kind} scaling must be at least 2, got {length}"
+        )
