@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from mcore_kernels import (
     Kernels,
     LossTerms,
+    SoftCap,
+    VocabLoss,
     VocabShard,
     fused_head_log_probs,
     fused_head_loss,
@@ -256,6 +258,55 @@ def test_log_probabilities_with_gradients_known_later() -> None:
     assert hidden.grad is not None
 
 
+class Halved:
+    """A change that keeps nothing, and widens."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return logits.double() / 2, None
+
+    def backward(self, grad: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        return grad / 2
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_bias_and_changes_of_the_logits(dtype: torch.dtype, later: bool) -> None:
+    """Bias and cap, then a change of one's own, forward and backward, by both operators."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (13, 8), (31, 8), (31,)
+    factors = [torch.randn(*shape, generator=generator, dtype=dtype) * 2 for shape in shapes]
+    hidden, weight, bias = (one.requires_grad_() for one in factors)
+    labels, weights = torch.arange(13) * 5 % 31, torch.rand(13, generator=generator, dtype=dtype)
+    buffer = torch.full_like(weight, 0.5)
+    fused = (fused_head_log_probs if later else fused_head_loss)(
+        hidden,
+        weight,
+        labels,
+        linear=kernels.linear,
+        op=kernels.cross_entropy,
+        shard=WHOLE,
+        bias=bias,
+        changes=[SoftCap(3.0), Halved()],
+        terms=TERMS,
+        weights=weights,
+        chunk_size=5,
+        weight_grad_out=buffer.requires_grad_(False),
+    )
+    wide = [one.detach().double().requires_grad_() for one in (hidden, weight, bias)]
+    logits = (F.linear(*wide) / 3).tanh() * 1.5
+    wanted = expected(logits, labels, weights.double(), TERMS)[0].sum()
+    total = fused.loss.sum() if isinstance(fused, VocabLoss) else fused.total
+    torch.testing.assert_close(total.double(), wanted)
+    total.backward()
+    wanted.backward()
+    assert weight.grad is None
+    found = (hidden.grad, buffer - 0.5, bias.grad)
+    for one, other in zip(found, wide, strict=True):
+        assert one is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.double(), other.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -280,3 +331,5 @@ def test_sizes_that_do_not_fit() -> None:
         fused_head_loss(hidden, weight[:, :7], labels, **arguments)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         fused_head_loss(hidden, weight, labels, **arguments, chunk_size=0)
+    with pytest.raises(ValueError, match=r"bias must be \[31\], got \[30\]"):
+        fused_head_log_probs(hidden, weight, labels, **arguments, bias=torch.ones(30))

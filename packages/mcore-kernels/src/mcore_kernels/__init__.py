@@ -5,6 +5,7 @@ from mcore_kernels.implementation import Implementation, Operator
 from mcore_kernels.kernels import Kernels
 from mcore_kernels.ops import OPERATORS
 from mcore_kernels.ops.adam.rule import AdamRule
+from mcore_kernels.ops.cross_entropy.changes import LogitsChange, SoftCap
 from mcore_kernels.ops.cross_entropy.head import HeadLoss, fused_head_log_probs, fused_head_loss
 from mcore_kernels.ops.cross_entropy.loss import LossTerms, VocabLoss, VocabShard, vocab_loss
 from mcore_kernels.ops.moe_permute.assignment import Assignment, limit_capacity
@@ -72,6 +73,7 @@ __all__ = [
     "LinearOp",
     "LinearScaling",
     "Llama3Scaling",
+    "LogitsChange",
     "LongRopeScaling",
     "LossTerms",
     "MoePermuteOp",
@@ -86,6 +88,7 @@ __all__ = [
     "RoutingRule",
     "Row",
     "SampleOp",
+    "SoftCap",
     "SsdScanOp",
     "SwigluOp",
     "Target",

@@ -5,13 +5,14 @@ Shapes: T tokens, H hidden, V columns of this shard of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcore_kernels.ops.cross_entropy.changes import LogitsChange
 from mcore_kernels.ops.cross_entropy.loss import (
     LossCall,
     LossTerms,
@@ -23,7 +24,8 @@ from mcore_kernels.protocols import LinearOp, VocabLossOp
 
 LOGITS_BYTES = 2**30
 """Logits held at a time unless `chunk_size` says otherwise: few enough chunks that adding each to
-the float32 gradient of the weight does not take longer than the products."""
+the float32 gradient of the weight does not take longer than the products. What changes of the
+logits keep beside them comes on top."""
 
 TILE = 256
 """Rows of a product's tile, of which chunks are multiples."""
@@ -45,6 +47,8 @@ def fused_head_loss(
     linear: LinearOp,
     op: VocabLossOp,
     shard: VocabShard,
+    bias: Tensor | None = None,
+    changes: Sequence[LogitsChange] = (),
     terms: LossTerms | None = None,
     weights: Tensor | None = None,
     entropy: bool = False,
@@ -52,16 +56,18 @@ def fused_head_loss(
     weight_grad_out: Tensor | None = None,
     add_later: bool = False,
 ) -> HeadLoss:
-    """Return the sum of the losses of `hidden weightᵀ`; both gradients are made in the forward.
+    """Return the sum of the losses of `hidden weightᵀ + bias`; gradients are made in the forward.
 
-    Three products in all, as without fusion, and one chunk of logits at a time. The gradient of
-    the weight is summed in float32.
+    Three products in all, as without fusion, and one chunk of logits at a time. The gradients of
+    weight and bias are summed in float32.
 
     Args:
         hidden: [T, H].
         weight: [V, H], this shard's real rows.
         labels: int64 [T], classes of the whole vocabulary.
         linear, op: the products and the loss's arithmetic (`Kernels.linear`, `.cross_entropy`).
+        bias: [V], of the same rows.
+        changes: what is done to the logits before the loss, one after another.
         shard, terms, weights, entropy: as in `vocab_loss`. Weights carry the whole scale, such as
             one over the number of tokens in the global batch.
         chunk_size: tokens at a time; default: logits of 1 GiB.
@@ -80,25 +86,18 @@ def fused_head_loss(
     call = LossCall(
         op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
     ).checked()
-    chunk = _checked(hidden, weight, labels, chunk_size)
+    factors = _Factors(hidden, weight, bias)
     plan = _Plan(
         call=call,
         linear=linear,
-        chunk=chunk,
+        chunk=_checked(factors, labels, chunk_size),
+        changes=tuple(changes),
         add_later=add_later,
         records=torch.is_grad_enabled(),
     )
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    if weight_grad_out is not None and (
-        weight_grad_out.shape != weight.shape or weight_grad_out.dtype != wide
-    ):
-        raise ValueError(
-            f"head loss: weight_grad_out must be {str(wide).removeprefix('torch.')} "
-            f"{list(weight.shape)}, got "
-            f"{str(weight_grad_out.dtype).removeprefix('torch.')} {list(weight_grad_out.shape)}"
-        )
+    _check_buffer(weight, weight_grad_out)
     total, loss, log_prob, found = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, weights, plan, weight_grad_out
+        *factors, labels, weights, plan, weight_grad_out
     )
     tokens = VocabLoss(loss=loss, log_prob=log_prob, entropy=found if entropy else None)
     return HeadLoss(total=total, tokens=tokens)
@@ -112,31 +111,64 @@ def fused_head_log_probs(
     linear: LinearOp,
     op: VocabLossOp,
     shard: VocabShard,
+    bias: Tensor | None = None,
+    changes: Sequence[LogitsChange] = (),
     terms: LossTerms | None = None,
     weights: Tensor | None = None,
     entropy: bool = False,
     chunk_size: int | None = None,
+    weight_grad_out: Tensor | None = None,
 ) -> VocabLoss:
     """Return loss, log-probability and entropy of each token, all differentiable.
 
     For gradients that are known only afterwards (policy gradients): logits are computed again in
-    the backward, four products in all. Arguments and gradients as in `fused_head_loss`.
+    the backward, four products in all. Arguments and gradients as in `fused_head_loss`, except
+    that the backward, whatever it begins at, is what adds to `weight_grad_out`.
     """
     call = LossCall(
         op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
     ).checked()
-    plan = _Plan(call=call, linear=linear, chunk=_checked(hidden, weight, labels, chunk_size))
-    loss, log_prob, found = _HeadLogProbs.apply(hidden, weight, labels, weights, plan)  # type: ignore[no-untyped-call]
+    factors = _Factors(hidden, weight, bias)
+    chunk = _checked(factors, labels, chunk_size)
+    plan = _Plan(call=call, linear=linear, chunk=chunk, changes=tuple(changes))
+    _check_buffer(weight, weight_grad_out)
+    loss, log_prob, found = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        *factors, labels, weights, plan, weight_grad_out
+    )
     return VocabLoss(loss=loss, log_prob=log_prob, entropy=found if entropy else None)
 
 
-def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | None) -> int:
+class _Factors(NamedTuple):
+    """What logits are made of."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Gradients(NamedTuple):
+    """Places for the gradients of the factors; None where there is to be none."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one to be made."""
+        return any(one is not None for one in self)
+
+
+def _checked(factors: _Factors, labels: Tensor, chunk_size: int | None) -> int:
+    hidden, weight, bias = factors
     tokens, columns = hidden.shape[0], weight.shape[0]
     if hidden.shape[1] != weight.shape[1] or labels.shape != (tokens,):
         raise ValueError(
             f"head loss: hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels "
             f"{list(labels.shape)} do not fit: they are [T, H], [V, H] and [T]"
         )
+    if bias is not None and bias.shape != (columns,):
+        raise ValueError(f"head loss: bias must be [{columns}], got {list(bias.shape)}")
     if chunk_size is not None:
         if chunk_size < 1:
             raise ValueError(f"head loss: chunk_size must be at least 1, got {chunk_size}")
@@ -147,11 +179,22 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int | N
     return min(-(-size // TILE) * TILE, most) if size > TILE else size
 
 
+def _check_buffer(weight: Tensor, out: Tensor | None) -> None:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if out is not None and (out.shape != weight.shape or out.dtype != wide):
+        raise ValueError(
+            f"head loss: weight_grad_out must be {str(wide).removeprefix('torch.')} "
+            f"{list(weight.shape)}, got "
+            f"{str(out.dtype).removeprefix('torch.')} {list(out.shape)}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     call: LossCall
     linear: LinearOp
     chunk: int
+    changes: tuple[LogitsChange, ...] = ()
     add_later: bool = False
     records: bool = True  # within an autograd function one cannot tell
 
@@ -164,32 +207,52 @@ class _Plan:
         per_token = [hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3)]
         return per_token[0], per_token[1], per_token[2] if self.call.entropy else per_token[2][:0]
 
+    def logits(
+        self, rows: slice, factors: _Factors, labels: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Those of some tokens [t, V], to be written over, and what the changes keep."""
+        hidden, weight, bias = factors
+        logits, kept = self.linear.forward(hidden[rows], weight), []
+        if bias is not None:
+            logits.add_(bias)
+        for change in self.changes:
+            logits, one = change.forward(logits, labels[rows])
+            kept.append(one)
+        return logits, kept
+
     def buffers(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        needs: tuple[bool, bool],
-        out: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Places for the gradients: of hidden in its dtype, of the weight at least float32."""
+        self, factors: _Factors, needs: Sequence[bool], out: Tensor | None = None
+    ) -> _Gradients:
+        """Places for the gradients: of hidden in its dtype, of the others at least float32."""
+        hidden, weight, bias = factors
         wide = torch.promote_types(weight.dtype, torch.float32)
         if out is None and needs[1]:
             out = torch.zeros_like(weight, dtype=wide)
-        return torch.empty_like(hidden) if needs[0] else None, out if needs[1] else None
+        return _Gradients(
+            hidden=torch.empty_like(hidden) if needs[0] else None,
+            weight=out if needs[1] else None,
+            bias=None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=wide),
+        )
 
     def add_gradients(
         self,
         rows: slice,
-        dlogits: Tensor,
-        tensors: tuple[Tensor, Tensor],
-        buffers: tuple[Tensor | None, Tensor | None],
+        grad: Tensor,
+        kept: Sequence[Tensor | None],
+        factors: _Factors,
+        buffers: _Gradients,
     ) -> None:
-        hidden, weight = tensors
-        dhidden, dweight = buffers
-        if dhidden is not None:
-            dhidden[rows] = self.linear.input_grad(dlogits, weight)
-        if dweight is not None:
-            self.linear.weight_grad(dlogits, hidden[rows], out=dweight)
+        """Add what the gradient of the changed logits makes of a chunk."""
+        for change, one in zip(reversed(self.changes), reversed(kept), strict=True):
+            grad = change.backward(grad, one)
+        hidden, weight, _ = factors
+        grad = grad.to(hidden.dtype)
+        if buffers.hidden is not None:
+            buffers.hidden[rows] = self.linear.input_grad(grad, weight)
+        if buffers.weight is not None:
+            self.linear.weight_grad(grad, hidden[rows], out=buffers.weight)
+        if buffers.bias is not None:
+            buffers.bias.add_(grad.sum(0, dtype=buffers.bias.dtype))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -198,29 +261,30 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor | None,
         plan: _Plan,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        results = plan.empty_results(hidden)
+        factors, results = _Factors(hidden, weight, bias), plan.empty_results(hidden)
         at_once = None if plan.add_later else out
-        needs = tuple(plan.records and one for one in ctx.needs_input_grad[:2])
-        buffers = plan.buffers(hidden, weight, needs, at_once)  # type: ignore[arg-type]
+        needs = [plan.records and one for one in ctx.needs_input_grad[:3]]
+        buffers = plan.buffers(factors, needs, at_once)
         ones = torch.ones_like(results[0]) if weights is None else weights
         for rows in plan.chunks(hidden.shape[0]):
-            logits = plan.linear.forward(hidden[rows], weight)
+            logits, kept = plan.logits(rows, factors, labels)
             stats = plan.call.forward(logits, labels[rows])
             of_chunk = plan.call.results(stats, None if weights is None else weights[rows])
             for whole, part in zip(results, of_chunk, strict=True):
                 whole[rows] = part
-            if any(one is not None for one in buffers):
+            if buffers.any:
                 # The gradient takes the place of the logits.
                 plan.call.write_gradient(logits, stats, (ones[rows], None, None), logits)
-                plan.add_gradients(rows, logits, (hidden, weight), buffers)
-            del logits  # before there are those of the next chunk
-        ctx.added = at_once is not None and buffers[1] is not None
-        ctx.save_for_backward(buffers[0], None if ctx.added else buffers[1])
+                plan.add_gradients(rows, logits, kept, factors, buffers)
+            del logits, kept  # before there are those of the next chunk
+        ctx.added = at_once is not None and buffers.weight is not None
+        ctx.save_for_backward(buffers.hidden, None if ctx.added else buffers.weight, buffers.bias)
         ctx.dtype, ctx.out = weight.dtype, out
         ctx.mark_non_differentiable(*results)
         return results[0].sum(), *results
@@ -228,7 +292,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight = ctx.saved_tensors
+        dhidden, dweight, dbias = ctx.saved_tensors
         grad = grads[0]
         if ctx.added:
             # What was added cannot be scaled any more. Looking would wait for the device.
@@ -241,7 +305,9 @@ class _HeadLoss(torch.autograd.Function):
         if dweight is not None:
             # Rounded on the way: no second tensor of its size in float32.
             dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
-        return dhidden, dweight, None, None, None, None
+        if dbias is not None:
+            dbias = (dbias * grad).to(ctx.dtype)
+        return dhidden, dweight, dbias, None, None, None, None
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -250,39 +316,41 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor | None,
         plan: _Plan,
+        out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        results = plan.empty_results(hidden)
-        kept = []
+        factors, results = _Factors(hidden, weight, bias), plan.empty_results(hidden)
+        found = []
         for rows in plan.chunks(hidden.shape[0]):
-            logits = plan.linear.forward(hidden[rows], weight)
+            logits, kept = plan.logits(rows, factors, labels)
             stats = plan.call.forward(logits, labels[rows])
-            kept.append((stats.maximum, stats.sums))
+            found.append((stats.maximum, stats.sums))
             of_chunk = plan.call.results(stats, None if weights is None else weights[rows])
             for whole, part in zip(results, of_chunk, strict=True):
                 whole[rows] = part
-            del logits
-        maximum = torch.cat([one for one, _ in kept]) if kept else results[0]
-        sums = torch.cat([one for _, one in kept], 1) if kept else results[0].new_zeros(4, 0)
-        ctx.save_for_backward(hidden, weight, labels, weights, maximum, sums)
-        ctx.plan = plan
+            del logits, kept
+        maximum = torch.cat([one for one, _ in found]) if found else results[0]
+        sums = torch.cat([one for _, one in found], 1) if found else results[0].new_zeros(4, 0)
+        ctx.save_for_backward(hidden, weight, bias, labels, weights, maximum, sums)
+        ctx.plan, ctx.out = plan, out
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, weights, maximum, sums = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        *factored, labels, weights, maximum, sums = ctx.saved_tensors
+        factors, plan = _Factors(*factored), ctx.plan
         loss, log_prob, entropy = grads
         if loss is not None and weights is not None:
             loss = loss * weights
         wanted = (loss, log_prob, entropy if plan.call.entropy else None)
-        buffers = plan.buffers(hidden, weight, ctx.needs_input_grad[:2])
-        for rows in plan.chunks(hidden.shape[0]):
-            logits = plan.linear.forward(hidden[rows], weight)
+        buffers = plan.buffers(factors, ctx.needs_input_grad[:3], ctx.out)
+        for rows in plan.chunks(factors.hidden.shape[0]):
+            logits, kept = plan.logits(rows, factors, labels)
             stats = TokenStats(
                 maximum=maximum[rows],
                 sums=sums[:, rows],
@@ -290,8 +358,13 @@ class _HeadLogProbs(torch.autograd.Function):
                 local=labels[rows] - plan.call.shard.first,
             )
             of_chunk = tuple(None if one is None else one[rows] for one in wanted)
-            plan.call.write_gradient(logits, stats, of_chunk, logits)  # type: ignore[arg-type]
-            plan.add_gradients(rows, logits, (hidden, weight), buffers)
-            del logits
-        dhidden, dweight = buffers
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
+            plan.call.write_gradient(logits, stats, of_chunk, logits)
+            plan.add_gradients(rows, logits, kept, factors, buffers)
+            del logits, kept
+        dweight = buffers.weight if ctx.out is None else None
+        return (
+            buffers.hidden,
+            None if dweight is None else dweight.to(factors.weight.dtype),
+            None if buffers.bias is None else buffers.bias.to(factors.weight.dtype),
+            *(None,) * 4,
+        )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_kernels.custom_ops import on_device
+from mcore_kernels.custom_ops import OpLibrary, on_device
 from mcore_kernels.ops.cross_entropy.reference import ReferenceVocabLoss
 from mcore_kernels.tuning import tuned
 
@@ -131,6 +131,102 @@ def _gradient_kernel(
     tl.store(out_ptr + row * stride_out + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _local_max(logits: Tensor) -> Tensor:
+    result = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    z = _rows(logits)
+    with on_device(z):
+        _max_kernel[(z.shape[0],)](z, result, z.stride(0), z.shape[1], **_options(z))
+    return result
+
+
+def _partials(logits: Tensor, labels: Tensor, maximum: Tensor, smoothing: bool) -> Tensor:
+    result = maximum.new_empty(3, logits.shape[0])
+    z = _rows(logits)
+    with on_device(z):
+        _partials_kernel[(z.shape[0],)](
+            z, labels.contiguous(), maximum.contiguous(), result, z.stride(0), *z.shape,
+            SMOOTHING=smoothing, **_options(z),
+        )  # fmt: skip
+    return result
+
+
+def _statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    z = _rows(logits)
+    maximum = z.new_empty(z.shape[0], dtype=torch.float32)
+    result = maximum.new_empty(3, z.shape[0])
+    with on_device(z):
+        _statistics_kernel[(z.shape[0],)](
+            z, labels.contiguous(), maximum, result, z.stride(0), *z.shape, **_options(z)
+        )
+    return maximum, result
+
+
+def _moments(logits: Tensor, maximum: Tensor) -> Tensor:
+    z, result = _rows(logits), maximum.new_empty(maximum.shape)
+    with on_device(z):
+        _moments_kernel[(z.shape[0],)](
+            z, maximum.contiguous(), result, z.stride(0), z.shape[1], **_options(z)
+        )
+    return result
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, maximum: Tensor, sum_exp: Tensor, on_softmax: Tensor,
+    on_surprise: Tensor | None, on_target: Tensor, on_all: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    z = _rows(logits)
+    count, v = z.shape
+    given = (on_softmax, on_surprise, on_target, on_all)
+    softmax, surprise, target, everywhere = (
+        maximum if one is None else one.to(torch.float32).contiguous() for one in given
+    )
+    options = _options(z)
+    with on_device(z):
+        _gradient_kernel[(count, triton.cdiv(v, options["BLOCK"]))](
+            z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(), softmax,
+            surprise, target, everywhere, out, z.stride(0), out.stride(0), v,
+            SURPRISE=on_surprise is not None, ALL=on_all is not None, **options,
+        )  # fmt: skip
+
+
+def _row_fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+def _partials_fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(3, logits.shape[0], dtype=torch.float32)
+
+
+def _statistics_fake(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _row_fake(logits), _partials_fake(logits)
+
+
+_LIBRARY = OpLibrary()
+_local_max_op = _LIBRARY.when_compiled(
+    "loss_local_max(Tensor logits) -> Tensor", _local_max, fake=_row_fake
+)
+_partials_op = _LIBRARY.when_compiled(
+    "loss_partials(Tensor logits, Tensor labels, Tensor maximum, bool smoothing) -> Tensor",
+    _partials,
+    fake=_partials_fake,
+)
+_statistics_op = _LIBRARY.when_compiled(
+    "loss_statistics(Tensor logits, Tensor labels) -> (Tensor, Tensor)",
+    _statistics,
+    fake=_statistics_fake,
+)
+_moments_op = _LIBRARY.when_compiled(
+    "loss_moments(Tensor logits, Tensor maximum) -> Tensor", _moments, fake=_row_fake
+)
+_gradient_op = _LIBRARY.when_compiled(
+    "loss_gradient(Tensor logits, Tensor labels, Tensor maximum, Tensor sum_exp, "
+    "Tensor on_softmax, Tensor? on_surprise, Tensor on_target, Tensor? on_all, Tensor(a!) out) "
+    "-> ()",
+    _gradient,
+    fake=lambda *_: None,
+)
+
+
 class TritonVocabLoss(ReferenceVocabLoss):
     """`mcore_kernels.protocols.VocabLossOp`; logits in float64 are served by the reference."""
 
@@ -138,11 +234,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         """See `VocabLossOp`."""
         if not _served(logits):
             return super().local_max(logits)
-        result = logits.new_empty(logits.shape[0], dtype=torch.float32)
-        z = _rows(logits)
-        with on_device(z):
-            _max_kernel[(z.shape[0],)](z, result, z.stride(0), z.shape[1], **_options(z))
-        return result
+        return _local_max_op(logits)
 
     def partials(
         self, logits: Tensor, labels: Tensor, maximum: Tensor, *, smoothing: bool
@@ -150,14 +242,7 @@ class TritonVocabLoss(ReferenceVocabLoss):
         """See `VocabLossOp`."""
         if not _served(logits):
             return super().partials(logits, labels, maximum, smoothing=smoothing)
-        result = maximum.new_empty(3, logits.shape[0])
-        z = _rows(logits)
-        with on_device(z):
-            _partials_kernel[(z.shape[0],)](
-                z, labels.contiguous(), maximum.contiguous(), result, z.stride(0), *z.shape,
-                SMOOTHING=smoothing, **_options(z),
-            )  # fmt: skip
-        return result
+        return _partials_op(logits, labels, maximum, smoothing)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `local_max` and `partials` with it, without smoothing, of one read of the logits.
@@ -167,26 +252,13 @@ class TritonVocabLoss(ReferenceVocabLoss):
         if not _served(logits):
             maximum = self.local_max(logits)
             return maximum, self.partials(logits, labels, maximum, smoothing=False)
-        z = _rows(logits)
-        maximum = z.new_empty(z.shape[0], dtype=torch.float32)
-        result = maximum.new_empty(3, z.shape[0])
-        with on_device(z):
-            _statistics_kernel[(z.shape[0],)](
-                z, labels.contiguous(), maximum, result, z.stride(0), *z.shape, **_options(z)
-            )
-        return maximum, result
+        return _statistics_op(logits, labels)
 
     def moments(self, logits: Tensor, maximum: Tensor) -> Tensor:
         """See `VocabLossOp`."""
         if not _served(logits):
             return super().moments(logits, maximum)
-        z, result = _rows(logits), torch.empty_like(maximum)
-        with on_device(z):
-            _moments_kernel[(z.shape[0],)](
-                z, maximum.contiguous(), result, z.stride(0), z.shape[1],
-                **_options(z),
-            )  # fmt: skip
-        return result
+        return _moments_op(logits, maximum)
 
     def gradient(
         self,
@@ -208,19 +280,9 @@ class TritonVocabLoss(ReferenceVocabLoss):
                 on_target=on_target, on_all=on_all, out=out,
             )  # fmt: skip
             return
-        z = _rows(logits)
-        count, v = z.shape
-        given = (on_softmax, on_surprise, on_target, on_all)
-        softmax, surprise, target, everywhere = (
-            maximum if one is None else one.to(torch.float32).contiguous() for one in given
+        _gradient_op(
+            logits, labels, maximum, sum_exp, on_softmax, on_surprise, on_target, on_all, out
         )
-        options = _options(z)
-        with on_device(z):
-            _gradient_kernel[(count, triton.cdiv(v, options["BLOCK"]))](
-                z, labels.contiguous(), maximum.contiguous(), sum_exp.contiguous(), softmax,
-                surprise, target, everywhere, out, z.stride(0), out.stride(0), v,
-                SURPRISE=on_surprise is not None, ALL=on_all is not None, **options,
-            )  # fmt: skip
 
 
 def _served(logits: Tensor) -> bool:
