@@ -29,6 +29,7 @@ from mcore_kernels import (
     resolve,
     rope_cos_sin,
 )
+from mcore_kernels.ops.grouped_linear import hopper
 from mcore_kernels.ops.grouped_linear.fp8 import Fp8GroupedLinear
 from mcore_kernels.ops.ssd_scan.limits import MAX_FLOAT32
 from mcore_kernels.quant import Fp8Recipe
@@ -172,6 +173,12 @@ def run_real(op: str, call: Any, dtype: torch.dtype) -> None:
     if op == "grouped_linear":
         dy, x = torch.zeros(16, 256, dtype=dtype), torch.zeros(16, 512, dtype=dtype)
         call.write_weight_grad(dy, x, (8, 8), torch.zeros(2, 256, 512))
+        if dtype == torch.bfloat16 and triton.runtime.driver.active.get_current_target().arch == 90:
+            weight = torch.zeros(2, 256, 512, dtype=dtype)
+            hopper.GROUPED.forward(x, weight, (8, 8))
+            hopper.GROUPED.input_grad(dy, weight, (8, 8))
+            hopper.GROUPED.weight_grad(dy, x, (8, 8), torch.zeros(2, 256, 512))
+            hopper.GROUPED.write_weight_grad(dy, x, (8, 8), torch.zeros(2, 256, 512))
     if op == "moe_permute":
         assignment = Assignment.of(torch.arange(128).view(16, 8) % 64, 64)
         rows = call.permute(torch.zeros(16, 4096, dtype=dtype, requires_grad=True), assignment)

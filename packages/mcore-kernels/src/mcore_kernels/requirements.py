@@ -58,13 +58,21 @@ def needs_device(*device_types: str) -> Requirement:
     return check
 
 
-def needs_arch(minimum: tuple[int, int]) -> Requirement:
-    """A CUDA target has at least this compute capability (other targets pass)."""
+def needs_arch(minimum: tuple[int, int], *, below: tuple[int, int] | None = None) -> Requirement:
+    """A CUDA target has at least this compute capability, and less than `below` if given.
+
+    Other targets pass.
+    """
 
     def check(target: Target) -> str | None:
-        if target.device_type != "cuda" or (target.arch is not None and target.arch >= minimum):
+        if target.device_type != "cuda" or (
+            target.arch is not None
+            and target.arch >= minimum
+            and (below is None or target.arch < below)
+        ):
             return None
-        wanted = f"needs compute capability {minimum[0]}.{minimum[1]} or newer"
+        wanted = f"needs compute capability {minimum[0]}.{minimum[1]}"
+        wanted += " or newer" if below is None else f" to below {below[0]}.{below[1]}"
         if target.arch is None:
             return f"{wanted}, the target's is unknown"
         return f"{wanted}, the target has {target.arch[0]}.{target.arch[1]}"

@@ -36,5 +36,18 @@ OPERATOR = Operator(
             priority=30,
             summary="torch's grouped product; weight gradients in Triton or expert by expert",
         ),
+        Implementation(
+            op="grouped_linear",
+            name="hopper",
+            fn="mcore_kernels.ops.grouped_linear.hopper:GROUPED",
+            requires=(
+                *TRITON,
+                needs_device("cuda"),
+                needs_arch((9, 0), below=(10, 0)),
+                needs_dtype(torch.bfloat16),
+            ),
+            priority=40,
+            summary="own kernels fed by the memory unit, for all products; counts stay on the GPU",
+        ),
     ),
 )
