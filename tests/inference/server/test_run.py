@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from mcore_data import ByteTokenizer
 from mcore_inference.cli import main
 from mcore_inference.server import address, bind, serve
-from mcore_models import build_model
+from mcore_models import ModelConfig, build_model
 from mcore_parallel import RngKey
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -60,17 +61,18 @@ class Stream:
 
 
 def served(
-    client: Callable[[int, ScriptedRunner], None], **options: float
+    client: Callable[[int, ScriptedRunner], None], config: ModelConfig = LLAMA, **options: float
 ) -> tuple[int, list[str]]:
     """Serve in this thread, with `client` in another; the exit status, and what was said.
 
     The model says `hello!`; each of its steps waits for its turn.
     """
-    llm, runner = scripted(LLAMA, ByteTokenizer(), {(97,): b"hello!"})
+    llm, runner = scripted(config, ByteTokenizer(), {(97,): b"hello!"})
     runner.turns = threading.Semaphore(0)
     said: list[str] = []
     errors: list[BaseException] = []
     bound = bind("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     port = bound.getsockname()[1]
 
     def play() -> None:
@@ -152,6 +154,50 @@ def test_those_that_do_not_finish_are_ended(how: str, capsys: pytest.CaptureFixt
     status, _ = served(client, drain_timeout=60 if how == "a second signal" else 0.05)
     assert status == 1
     assert capsys.readouterr().err == "mcore-inference: requests not finished: 1\n"
+
+
+def test_a_body_that_never_comes_to_its_end_holds_nothing_up() -> None:
+    def client(port: int, runner: ScriptedRunner) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as half:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: m\r\ncontent-length: 500\r\n\r\n"
+            half.sendall(head + b'{"model": ')
+            other = Client(port)
+            other.connection.request("HEAD", "/health")
+            assert other.connection.getresponse().status == 200  # and the half has been read
+            other.connection.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+            answer = http.client.HTTPResponse(half)
+            answer.begin()
+            assert answer.status == 503
+            assert json.loads(answer.read())["error"]["code"] == "draining"
+
+    assert served(client)[0] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_nobody_reads_is_cut_off_and_told(
+    stream: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = socket.socket()
+
+    def client(port: int, runner: ScriptedRunner) -> None:
+        assert runner.turns is not None
+        runner.turns.release(10_000)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", port))
+        prompt = "a" * 8_000  # each choice gives it back: more than all buffers hold
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1, "echo": True, "n": 32}
+        data = json.dumps({**body, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: m\r\ncontent-length: %d\r\n\r\n"
+        slow.sendall(head % len(data) + data)
+        assert slow.recv(8) == b"HTTP/1.1"  # the answer is on its way
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with slow:
+        status, _ = served(client, replace(LLAMA, max_positions=8_000), drain_timeout=1)
+    assert status == 1
+    assert "mcore-inference: not all answers were read to their end" in capsys.readouterr().err
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_with_nothing_under_way_it_ends_at_once() -> None:

@@ -22,6 +22,9 @@ class QueueFullError(RuntimeError):
 class DrainingError(RuntimeError):
     """No request is taken any more: those under way are being finished."""
 
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down: it takes no more requests")
+
 
 class GenerationError(RuntimeError):
     """A step of the engine failed with this request under way."""
@@ -151,6 +154,7 @@ class AsyncEngine:
         self.capacity = engine.max_sequences + max_waiting
         self.draining = False
         # Of the event loop:
+        self.drain_began = asyncio.Event()
         self._under_way: set[Request] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -195,7 +199,7 @@ class AsyncEngine:
             DrainingError: no request is taken any more.
         """
         if self.draining or self._closing:
-            raise DrainingError("the server is shutting down: it takes no more requests")
+            raise DrainingError
         count, under_way = len(requests), self.num_under_way
         if under_way + count > self.capacity:
             raise QueueFullError(
@@ -224,6 +228,7 @@ class AsyncEngine:
     async def drain(self) -> None:
         """Take no more requests, and wait until those under way are finished."""
         self.draining = True
+        self.drain_began.set()
         await self._idle.wait()
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ def create_app(llm: LLM, engine: AsyncEngine, *, name: str) -> FastAPI:
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "mcore"}
     card["max_model_len"] = service.max_length
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if engine.draining:
             return JSONResponse({"status": "draining"}, status_code=503)
@@ -66,6 +66,7 @@ def create_app(llm: LLM, engine: AsyncEngine, *, name: str) -> FastAPI:
 
     app.add_exception_handler(APIError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(DrainingError, _draining)
     app.add_exception_handler(ClientDisconnect, _nobody)
     app.add_exception_handler(Exception, _fault)
     return app
@@ -80,14 +81,12 @@ async def _complete(
 ) -> Response:
     """Answer one request of either kind."""
     engine = service.engine
-    body = parse(kind, await read_body(request))
+    body = parse(kind, await read_body(request, engine.drain_began))
     service.check_model(body.model)
     # In another thread: the tokens of a long text take a while.
     planned = await asyncio.to_thread(plan, body)
     try:
         generation = engine.submit(planned.requests, stream=bool(body.stream))
-    except DrainingError as error:
-        raise APIError(503, str(error), code="draining") from None
     except QueueFullError as error:
         raise APIError(429, str(error), code="queue_full") from None
     written = answer(planned, service.names, body)
@@ -108,6 +107,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _draining(request: Request, error: Exception) -> Response:
+    return await _refuse(request, APIError(503, str(error), code="draining"))
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from mcore_inference.async_engine import AsyncEngine
 from mcore_inference.llm import LLM
@@ -95,6 +97,20 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
+class _Answers:
+    """The application. `cut` says whether the end of the server has cut off an answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.cut = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except asyncio.CancelledError:  # no fault, as which uvicorn would log it
+            self.cut = True
+
+
 async def _serve(
     llm: LLM,
     bound: socket.socket,
@@ -109,9 +125,8 @@ async def _serve(
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with AsyncEngine(llm.engine, max_waiting=max_waiting) as engine:
-        config = uvicorn.Config(
-            create_app(llm, engine, name=name), lifespan="off", access_log=False, log_config=None
-        )
+        app = _Answers(create_app(llm, engine, name=name))
+        config = uvicorn.Config(app, lifespan="off", access_log=False, log_config=None)
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         await _first(serving, server.ready.wait())
@@ -127,12 +142,28 @@ async def _serve(
         config.timeout_graceful_shutdown = max(math.ceil(rest), _LAST_WORDS)
         server.should_exit = True
         await _first(serving, signals.get())
-        cut = not serving.done()
+        ended = serving.done()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        cut = await _hang_up(server.server_state) or app.cut or not ended
     if left:
         print(f"mcore-inference: requests not finished: {left}", file=sys.stderr)
+    elif cut:
+        print("mcore-inference: not all answers were read to their end in time", file=sys.stderr)
     return int(left > 0 or cut)
+
+
+async def _hang_up(state: ServerState) -> bool:
+    """End the answers and connections that are left; return whether there were any."""
+    tasks, connections = list(state.tasks), list(state.connections)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_LAST_WORDS)
+    for connection in connections:  # one may hold an answer that was sent in one piece
+        connection.transport.abort()
+    await asyncio.sleep(0)  # the transports close in the loop's next round
+    return bool(tasks or connections)
 
 
 async def _first(

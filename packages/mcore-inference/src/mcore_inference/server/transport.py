@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from mcore_inference.async_engine import Generation, GenerationError
+from mcore_inference.async_engine import DrainingError, Generation, GenerationError
 from mcore_inference.server.errors import APIError, failure
 
 MAX_BODY = 16 * 2**20
@@ -21,13 +21,18 @@ MAX_BODY = 16 * 2**20
 T = TypeVar("T")
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, drain_began: asyncio.Event) -> bytes:
     """Return the body.
 
     Raises:
         APIError: 413, it has more than `MAX_BODY` bytes.
         ClientDisconnect: the client has left.
+        DrainingError: the server shuts down, which does not wait for what is not all there.
     """
+    return await _unless(drain_began.wait(), _whole_body(request), DrainingError())
+
+
+async def _whole_body(request: Request) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -45,12 +50,18 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     Raises:
         ClientDisconnect: it has left.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnection(receive))
+    return await _unless(_disconnection(receive), work, ClientDisconnect())
+
+
+async def _unless(
+    event: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception
+) -> T:
+    """Return what `work` returns; if `event` comes first, cancel it and raise `error`."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnect
+            raise error
         return working.result()
     finally:
         for task in (working, watching):
