@@ -1,9 +1,13 @@
 import io
 import json
+import math
+import pickle
+from typing import Any, cast
 
 import pytest
+import torch
 
-from mcore_rl import StepResult, make_environment, play
+from mcore_rl import EpisodeError, StepResult, make_environment, play
 from mcore_rl.cli import main
 
 
@@ -65,12 +69,84 @@ def test_play_ends_an_endless_episode() -> None:
         play(Endless(), lambda o, a: "!", 0, max_turns=3)
 
 
+class Faulty:
+    """Fails in the way that it is told."""
+
+    name = "faulty"
+
+    def __init__(self, reset: Any = "?", reward: Any = 0.0, observation: Any = "") -> None:
+        self.shown, self.reward, self.observation = reset, reward, observation
+
+    def reset(self, seed: int) -> str:
+        return cast(str, _said(self.shown))
+
+    def step(self, action: str) -> StepResult:
+        if self.reward is StepResult:
+            return cast(StepResult, 1.0)
+        return StepResult(observation=self.observation, reward=_said(self.reward), done=True)
+
+
+class RefusalError(Exception):
+    """Cannot be made again from what it says, as errors of HTTP clients cannot."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"{status}\n{body}")
+
+
+def _said(what: Any) -> Any:
+    if isinstance(what, Exception):
+        raise what
+    return what
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reset": RefusalError(503, "down")},
+            r"task 7: reset raised RefusalError: 503 down \(test_env.*:\d+",
+        ),
+        ({"reset": ""}, "task 7: reset returned '', which is no text"),
+        ({"reset": None}, "task 7: reset returned None, which is no text"),
+        (
+            {"reward": RefusalError(503, "down")},
+            r"task 7: step\('!'\) raised RefusalError: 503 down \(test_",
+        ),
+        ({"reward": ValueError("a\nb")}, r"raised ValueError: a b \(test_environments\.py:\d+\)"),
+        ({"reward": math.nan}, "reward nan, which is no finite number"),
+        ({"reward": -math.inf}, "reward -inf, which is no finite number"),
+        ({"reward": 1e300}, r"reward 1e\+300, which is no finite number of fp32"),
+        ({"reward": None}, "reward None, which is no"),
+        ({"reward": "1"}, "reward '1', which is no"),
+        ({"reward": [1.0]}, r"reward \[1.0\], which is no"),
+        ({"reward": StepResult}, "returned 1.0, which is no StepResult"),
+        ({"observation": None}, "observation None, which is no text"),
+    ],
+)
+def test_an_environment_that_fails_is_named_with_the_task_and_the_line(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EpisodeError, match=message) as caught:
+        play(Faulty(**options), lambda o, a: "!", 7)
+    assert str(caught.value).startswith("environment faulty, task 7: ")
+    assert "\n" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("reward", [True, 2, torch.tensor(1.5), torch.tensor([1.5]).numpy()[0]])
+def test_rewards_are_floats_whatever_number_they_were(reward: Any) -> None:
+    rewards = play(Faulty(reward=reward), lambda o, a: "!", 7).rewards
+    assert rewards == (float(reward),)
+    assert type(rewards[0]) is float
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("chain_sun", {}, "did you mean 'chain_sum'"),
         ("chain_sum", {"terms": 0}, "terms=0"),
-        ("chain_sum", {"depth": 1}, "depth"),
+        ("chain_sum", {"term": 1}, "no option 'term': did you mean 'terms'"),
+        ("chain_sum", {"terms": "two"}, r"chain_sum\(terms='two'\): "),
     ],
 )
 def test_wrong_environment(name: str, options: dict[str, int], message: str) -> None:

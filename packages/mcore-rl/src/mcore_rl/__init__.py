@@ -14,6 +14,7 @@ from mcore_rl.engines import RolloutEngines
 from mcore_rl.environments import (
     Environment,
     Episode,
+    EpisodeError,
     Policy,
     StepResult,
     make_environment,
@@ -42,6 +43,7 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episode",
+    "EpisodeError",
     "GRPOLoss",
     "HeldOutConfig",
     "LogProbKind",

@@ -31,11 +31,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _outside_errors() -> tuple[type[Exception], ...]:
-    """What may go wrong outside of this program: a disk, a process, an operator of one's own."""
+    """What may go wrong outside of this program: a disk, a process, a part of one's own."""
     from mcore_ckpt import CheckpointError
     from mcore_parallel import PipelineError, RankDiedError
+    from mcore_rl.environments import EpisodeError
 
-    return CheckpointError, PipelineError, RankDiedError
+    return CheckpointError, EpisodeError, PipelineError, RankDiedError
 
 
 def _parser() -> argparse.ArgumentParser:

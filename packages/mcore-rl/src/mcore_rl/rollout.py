@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mcore_inference import LLM, SamplingParams
 from mcore_parallel import RngKey
 from mcore_rl.environments import Environment, Episode, StepResult
+from mcore_rl.environments.base import advance, begin
 from mcore_rl.log_probs import LogProbs
 
 
@@ -52,7 +53,7 @@ class _Play:
         self.environment = environment
         self.task = task
         self.sample = sample
-        self.observations = [environment.reset(task)]
+        self.observations = [begin(environment, task)]
         self.actions: list[str] = []
         self.results: list[StepResult] = []
         self.tokens: list[int] = []
@@ -72,7 +73,7 @@ class _Play:
 
     def act(self, action: str) -> None:
         self.actions.append(action)
-        self.results.append(self.environment.step(action))
+        self.results.append(advance(self.environment, self.task, action))
         if not self.done:
             self.observations.append(self.results[-1].observation)
 
@@ -121,6 +122,10 @@ def play_together(
         sampling: how to draw tokens; its seed is not used.
         key: root of the random numbers.
         max_turns: actions per episode at most.
+
+    Raises:
+        EpisodeError: an environment failed, or returned what none may.
+        ValueError: a prompt does not fit the model.
     """
     plays = [_Play(make(), task, sample) for task in tasks for sample in range(samples)]
     for play in plays:

@@ -1,6 +1,13 @@
 """Environments: the protocol, episodes, and small ones to start with."""
 
-from mcore_rl.environments.base import Environment, Episode, Policy, StepResult, play
+from mcore_rl.environments.base import (
+    Environment,
+    Episode,
+    EpisodeError,
+    Policy,
+    StepResult,
+    play,
+)
 from mcore_rl.environments.chain_sum import ChainSum
 from mcore_rl.environments.count_on import CountOn
 from mcore_rl.environments.guess_number import GuessNumber
@@ -12,6 +19,7 @@ __all__ = [
     "CountOn",
     "Environment",
     "Episode",
+    "EpisodeError",
     "GuessNumber",
     "Policy",
     "StepResult",

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+_LARGEST = 3.4e38
+"""Rewards become fp32."""
+
+
+class EpisodeError(RuntimeError):
+    """An environment failed, or returned what none may; one line says which, on what, and where.
+
+    It is made of text alone, so that it reaches every rank whatever the environment raised.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +89,9 @@ def play(environment: Environment, policy: Policy, seed: int, *, max_turns: int 
 
     Raises:
         RuntimeError: the episode is not over after `max_turns` actions.
+        EpisodeError: as `begin` and `advance` do.
     """
-    observations = [environment.reset(seed)]
+    observations = [begin(environment, seed)]
     actions: list[str] = []
     results: list[StepResult] = []
     while not (results and results[-1].done):
@@ -85,7 +101,7 @@ def play(environment: Environment, policy: Policy, seed: int, *, max_turns: int 
                 f"raise max_turns"
             )
         actions.append(policy(tuple(observations), tuple(actions)))
-        results.append(environment.step(actions[-1]))
+        results.append(advance(environment, seed, actions[-1]))
         if not results[-1].done:
             observations.append(results[-1].observation)
     return Episode(
@@ -96,3 +112,57 @@ def play(environment: Environment, policy: Policy, seed: int, *, max_turns: int 
         rewards=tuple(result.reward for result in results),
         info=tuple(result.info for result in results),
     )
+
+
+def begin(environment: Environment, seed: int) -> str:
+    """Reset an environment, and return the first observation.
+
+    Raises:
+        EpisodeError: it failed, or showed something else than text.
+    """
+    place = f"environment {environment.name}, task {seed}: reset"
+    observation = _called(lambda: environment.reset(seed), place)
+    if not isinstance(observation, str) or not observation:
+        raise EpisodeError(f"{place} returned {_short(observation)}, which is no text to answer")
+    return observation
+
+
+def advance(environment: Environment, seed: int, action: str) -> StepResult:
+    """Take an action in the episode of task `seed`; the reward that comes back is a float.
+
+    Raises:
+        EpisodeError: the environment failed, or returned no `StepResult`, or a reward that is no
+            number, not finite or too large for fp32.
+    """
+    place = f"environment {environment.name}, task {seed}: step({_short(action)})"
+    result = _called(lambda: environment.step(action), place)
+    if not isinstance(result, StepResult):
+        raise EpisodeError(f"{place} returned {_short(result)}, which is no StepResult")
+    if not isinstance(result.observation, str):
+        seen = _short(result.observation)
+        raise EpisodeError(f"{place} returned the observation {seen}, which is no text")
+    try:
+        reward = math.nan if isinstance(result.reward, str) else float(result.reward)
+    except (TypeError, ValueError, RuntimeError):  # the last from tensors of several numbers
+        reward = math.nan
+    if not abs(reward) <= _LARGEST:
+        seen = _short(result.reward)
+        raise EpisodeError(f"{place} returned the reward {seen}, which is no finite number of fp32")
+    return replace(result, reward=reward)
+
+
+def _called(call: Callable[[], T], place: str) -> T:
+    """Return what `call` returns; its errors name the place, and the line that raised."""
+    try:
+        return call()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        frames = traceback.extract_tb(error.__traceback__)[2:]  # without this one and the lambda
+        own = [frame for frame in frames if frame.filename == frames[0].filename]
+        line = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+        raise EpisodeError(f"{place} raised {type(error).__name__}: {reason}{line}") from error
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -32,10 +33,26 @@ def make_environment(name: str, **options: Any) -> Environment:
     if kind is None:
         close = difflib.get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
         raise ValueError(f"no environment {name!r}: did you mean {close!r}?")
+    _check_names(name, kind, options)
     try:
         return kind(**options)
     except TypeError as error:
-        raise ValueError(f"{name}: {error}") from None
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(f"{name}({given}): {error}") from None
+
+
+def _check_names(name: str, kind: Callable[..., Environment], options: Mapping[str, Any]) -> None:
+    taken = inspect.signature(kind).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        return
+    names = [
+        parameter.name for parameter in taken if parameter.kind is not parameter.VAR_POSITIONAL
+    ]
+    for option in options:
+        if option not in names:
+            close = difflib.get_close_matches(str(option), names, n=1, cutoff=0.0)
+            advice = f"did you mean {close[0]!r}?" if close else "it takes none"
+            raise ValueError(f"{name} has no option {option!r}: {advice}")
 
 
 def _imported(name: str) -> Callable[..., Environment]:
