@@ -11,8 +11,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_models import GPT, GlobalCounts, ModelConfig, MTPConfig, TokenBatch, build_model
-from mcore_models.common.head_loss import loss_of_logits, takes_chunks
+from mcore_kernels import SoftCap
+from mcore_kernels.ops.linear.fp8 import Fp8Linear
+from mcore_kernels.quant import Fp8Recipe
+from mcore_models import (
+    GPT,
+    AttentionConfig,
+    BertConfig,
+    GlobalCounts,
+    ModelConfig,
+    MTPConfig,
+    TokenBatch,
+    build_model,
+)
+from mcore_models.common.head_loss import of_logits, takes_chunks
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, init_from_env
 from mcore_parallel.data import data_parallel
 from mcore_parallel.testing import RankPool
@@ -23,6 +35,15 @@ CONFIG = ModelConfig(
 )
 TERMS: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2}
 CHUNK = 5
+BIASED: dict[str, Any] = {
+    "norm": "layer_norm",
+    "norm_place": "sum",
+    "activation": "gelu",
+    "linear_bias": True,
+    "attention": AttentionConfig(causal=False),
+    "bert": BertConfig(pooler=False, pair_head=False),
+}
+"""A head of masked tokens has a bias, and layers before the product."""
 
 
 def example() -> TokenBatch:
@@ -30,6 +51,18 @@ def example() -> TokenBatch:
     tokens = torch.randint(V, (2, S), generator=generator)
     mask = torch.rand(2, S, generator=generator).lt(0.7).float()
     return TokenBatch.from_samples(tokens, labels=tokens.roll(-1, 1), loss_mask=mask)
+
+
+def build(mesh: ParallelMesh | None = None, **changes: Any) -> GPT:
+    """The model, any bias of its head not zero."""
+    dtype = changes.pop("dtype", torch.float32)
+    model = build_model(replace(CONFIG, **changes), mesh, key=RngKey(1), dtype=dtype).train()
+    bias = getattr(model.lm_head, "bias", None)
+    if bias is not None:
+        start = model.lm_head.shard.start  # type: ignore[union-attr]
+        with torch.no_grad():
+            bias.copy_(torch.arange(start, start + len(bias)).sin())
+    return model
 
 
 def counts_of(batch: TokenBatch) -> GlobalCounts:
@@ -75,8 +108,8 @@ def equal(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("unit_gradient", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied_embeddings": True, "logit_scale": 0.5}],
-    ids=["own weight", "tied, scaled"],
+    [{}, {"tied_embeddings": True, "logit_scale": 0.5}, {"logit_softcap": 1.5}, BIASED],
+    ids=["own weight", "tied, scaled", "capped", "with bias"],
 )
 def test_chunks_are_the_whole(
     changes: dict[str, Any], unit_gradient: bool, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +120,7 @@ def test_chunks_are_the_whole(
     for chunks in (True, False):
         if not chunks:
             whole(monkeypatch)
-        model = build_model(replace(CONFIG, **changes), key=RngKey(1)).train()
+        model = build(**changes)
         options = {**TERMS, "chunk_tokens": CHUNK, "unit_gradient": unit_gradient}
         found.append(gradients(model, batches, **options))
     assert found[0].keys() == found[1].keys()
@@ -163,6 +196,13 @@ def test_logits_are_never_whole(further: int) -> None:
     assert torch.equal(alone, loss)
 
 
+def test_capped_logits_are_never_whole() -> None:
+    with largest() as found:
+        model = build(logit_softcap=1.5)
+        model.loss(example(), counts=counts_of(example()), chunk_tokens=CHUNK).backward()
+    assert found.rows == CHUNK
+
+
 def test_validation_multiplies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that ask for gradients get none where no graph is recorded."""
     model, calls = build_model(CONFIG), []
@@ -179,29 +219,27 @@ def test_validation_multiplies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["forward"] * 2
 
 
-def test_heads_that_are_more_than_a_product_have_whole_logits() -> None:
-    capped = build_model(replace(CONFIG, logit_softcap=2.0))
-    batch = example()
-    counts = counts_of(batch)
-    with largest() as found:
-        loss = capped.loss(batch, counts=counts, chunk_tokens=CHUNK)
-    assert found.rows == 2 * S
-    assert capped.stage_forward(batch).abs().max() <= 2.0
-    assert loss.isfinite()
-    assert takes_chunks(capped.lm_head)
+def test_heads_that_multiply_in_few_bits_have_whole_logits() -> None:
+    model = build_model(CONFIG)
+    assert takes_chunks(model.lm_head)
     assert not takes_chunks(None)
+    assert model.lm_head is not None
+    model.lm_head.linear = Fp8Linear(Fp8Recipe(), emulate=True)
+    assert not takes_chunks(model.lm_head)
 
 
-def over_ranks(layout: str) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:
+def over_ranks(
+    layout: str, changes: dict[str, Any]
+) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:
     """Where a layout's gradients differ in chunks and whole, and what this rank has of both."""
     init_from_env(device="cpu")
     mesh = ParallelMesh.create(ParallelConfig.parse(layout))
     assert mesh is not None
     both = []
     for chunk_tokens in (CHUNK, None):
-        model = build_model(CONFIG, mesh, key=RngKey(1)).train()
+        model = build(mesh, **changes)
         if chunk_tokens is None:
-            model._token_loss = lambda hidden, batch, loss, model=model: loss_of_logits(  # type: ignore[method-assign,misc]
+            model._result = lambda hidden, batch, loss, model=model: of_logits(  # type: ignore[method-assign,misc]
                 model._logits(hidden),
                 batch,
                 loss,
@@ -216,9 +254,99 @@ def over_ranks(layout: str) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]
     return wrong, pairs
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp"])
-def test_shards_of_the_vocabulary(ranks: RankPool, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [("tp=2", {"logit_softcap": 1.5}), ("tp=2,sp", {}), ("tp=2,sp", BIASED)],
+    ids=["tp, capped", "sp", "sp, with bias"],
+)
+def test_shards_of_the_vocabulary(ranks: RankPool, layout: str, changes: dict[str, Any]) -> None:
     """331 columns over two ranks: one of them has a column of padding, which gets nothing."""
-    for wrong, pairs in ranks.run(over_ranks, 2, layout):
+    for wrong, pairs in ranks.run(over_ranks, 2, layout, changes):
         assert not wrong
         assert pairs["grad/lm_head.weight"][0].abs().max() > 0
+
+
+def log_prob_gradients(
+    model: GPT, *, chunks: bool, tokens: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Log-probabilities after a change, and the gradients of a loss that reads them twice."""
+    batch = replace(example(), loss_mask=tokens) if tokens is not None else example()
+    buckets, change = buckets_of(model), SoftCap(2.0)
+    head, found = model.lm_head, []
+    for last in (False, True):
+        if not chunks:
+            model._result = lambda hidden, batch, wanted: of_logits(  # type: ignore[method-assign]
+                model._logits(hidden),
+                batch,
+                wanted,  # type: ignore[arg-type]
+                group=model.mesh.tp,
+                kernels=model.kernels,
+                vocab_size=V,
+            )
+        with largest() as seen:
+            value = model.log_probs(batch, changes=[change], chunk_tokens=CHUNK)
+            loss = value.exp().sum() + (3 * value).clamp(min=-12).sum()
+            if last:
+                loss.backward()
+            else:
+                with buckets.no_sync():
+                    loss.backward()
+        assert not chunks or head is None or seen.rows <= CHUNK
+        found.append(value.detach())
+    assert batch.loss_mask is not None
+    assert not found[0][batch.loss_mask == 0].any()
+    buckets.finish()
+    gradients = {name: held.tensor for name, held in buckets.gradients().items()}
+    return {"log p": torch.stack(found), **gradients}
+
+
+def log_probs_over_ranks(
+    layout: str, changes: dict[str, Any]
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Where a layout's log-probabilities or gradients differ in chunks and whole; those in chunks.
+
+    The bound is 1e-10 of float64, 1e-5 of float32.
+    """
+    init_from_env(device="cpu")
+    mesh = ParallelMesh.create(ParallelConfig.parse(layout))
+    assert mesh is not None
+    wrong, found = [], {}
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        found, other = (
+            log_prob_gradients(build(mesh, dtype=dtype, **changes), chunks=chunks)
+            for chunks in (True, False)
+        )
+        wrong += [
+            f"{name} {dtype}"
+            for name, value in other.items()
+            if (found[name] - value).norm() > bound * value.norm()
+        ]
+    mesh.close()
+    return wrong, found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"logit_softcap": 1.5}, {"tied_embeddings": True, "logit_scale": 0.5}, BIASED],
+    ids=["capped", "tied, scaled", "with bias"],
+)
+def test_log_probabilities_in_chunks_are_those_of_whole_logits(
+    ranks: RankPool, changes: dict[str, Any]
+) -> None:
+    wrong, alone = log_probs_over_ranks("tp=1", changes)
+    assert not wrong
+    for layout in ("tp=2", "tp=2,sp"):
+        for wrong, found in ranks.run(log_probs_over_ranks, 2, layout, changes):
+            assert not wrong, layout
+            assert (found["log p"] - alone["log p"]).abs().max() < 1e-10
+
+
+def test_no_token_counts() -> None:
+    found = log_prob_gradients(build(), chunks=True, tokens=torch.zeros(2 * S))
+    assert all(not value.any() for value in found.values())
+
+
+def test_log_probabilities_need_labels() -> None:
+    batch = replace(example(), labels=None)
+    with pytest.raises(ValueError, match="log-probabilities need labels, and the batch has none"):
+        build().log_probs(batch)

@@ -16,7 +16,7 @@ from mcore_models.common.batch import GlobalCounts, TokenBatch, TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.dense import Dense
 from mcore_models.common.embedding import TokenTypeEmbedding
-from mcore_models.common.head_loss import TokenLoss
+from mcore_models.common.head_loss import TokenLogProbs, TokenLoss
 from mcore_models.common.mlp import build_activation
 from mcore_models.common.norm import build_norm
 from mcore_models.config import ModelConfig
@@ -163,7 +163,9 @@ class Bert(GPT):
             hidden = context.dropout(hidden, "embedding")
         return hidden
 
-    def _finish(self, hidden: Tensor, context: TokenContext, main: TokenLoss | None) -> Tensor:
+    def _finish(
+        self, hidden: Tensor, context: TokenContext, main: TokenLoss | TokenLogProbs | None
+    ) -> Tensor:
         hidden = super()._finish(hidden, context, main)
         labels, auxiliary = context.batch.document_labels, context.auxiliary
         if labels is None or auxiliary is None or self.binary_head is None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mcore_kernels import LogitsChange, SoftCap
 from mcore_models.common.auxiliary import AuxiliaryLosses
 from mcore_models.common.batch import (
     GlobalCounts,
@@ -23,9 +24,10 @@ from mcore_models.common.builder import BuildContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
 from mcore_models.common.head_loss import (
+    TokenLogProbs,
     TokenLoss,
-    loss_in_chunks,
-    loss_of_logits,
+    in_chunks,
+    of_logits,
     takes_chunks,
 )
 from mcore_models.common.latent_attention import latent_rotary
@@ -33,14 +35,10 @@ from mcore_models.common.moe import auxiliary_names
 from mcore_models.common.mtp import PredictionDepth, loss_names
 from mcore_models.common.norm import build_norm
 from mcore_models.common.rope import local_rotary_angles, rotary_angles
+from mcore_models.common.vocabulary import build_head, build_token_embedding
 from mcore_models.config import ModelConfig
-from mcore_parallel import GradSync, Init, ParamSpec, RngKey, param_specs
-from mcore_parallel.tensor import (
-    HeadUse,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    gather_logits,
-)
+from mcore_parallel import GradSync, ParamSpec, RngKey, param_specs
+from mcore_parallel.tensor import HeadUse, gather_logits
 
 
 class GPT(nn.Module):
@@ -106,7 +104,7 @@ class GPT(nn.Module):
         logits_at: Tensor | None = None,
         auxiliary: AuxiliaryLosses | None = None,
         chunk: int = -1,
-        loss: TokenLoss | None = None,
+        loss: TokenLoss | TokenLogProbs | None = None,
     ) -> Tensor:
         """Run this stage: the first one from `batch.tokens`, later ones from `hidden` [t, H].
 
@@ -124,7 +122,7 @@ class GPT(nn.Module):
                 further tokens if the batch has labels; see `auxiliary_losses`. Without it there are
                 none.
             chunk: which of this stage's chunks to run, default the last.
-            loss: what the last stage returns instead, a scalar, of a batch with labels.
+            loss: what the last stage returns instead of a batch with labels, a scalar or [T].
 
         Raises:
             ValueError: hidden states given to the first stage or missing on a later one; dropout
@@ -149,13 +147,15 @@ class GPT(nn.Module):
                     f"tp={self.mesh.tp.size}"
                 )
             hidden = hidden[logits_at]
-        return self._logits(hidden) if loss is None else self._token_loss(hidden, batch, loss)
+        return self._result(hidden, batch, loss)
 
     def _make_head(self, config: ModelConfig, build: BuildContext) -> nn.Module | None:
         """What makes logits of hidden states; None: these are the output."""
         return build_head(config, build)
 
-    def _finish(self, hidden: Tensor, context: TokenContext, main: TokenLoss | None) -> Tensor:
+    def _finish(
+        self, hidden: Tensor, context: TokenContext, main: TokenLoss | TokenLogProbs | None
+    ) -> Tensor:
         """What the head gets [t, H], with the losses beside its own attached."""
         hidden = self.final_norm(hidden)
         if self.mtp and context.auxiliary is not None and context.batch.labels is not None:
@@ -180,15 +180,27 @@ class GPT(nn.Module):
         out: Tensor = self.lm_head(hidden, tied, **options)
         return out
 
-    def _token_loss(self, hidden: Tensor, batch: TokenBatch, loss: TokenLoss) -> Tensor:
-        """The loss of normed hidden states [t, H]."""
-        head, kernels = self.lm_head, self.kernels
-        if takes_chunks(head) and self.config.logit_softcap is None:
-            return self._head(hidden, use=loss_in_chunks(head, batch, loss, kernels))
-        logits, size = self._logits(hidden), self.config.vocab_size
-        return loss_of_logits(
-            logits, batch, loss, group=self.mesh.tp, kernels=kernels, vocab_size=size
+    def _result(
+        self, hidden: Tensor, batch: TokenBatch, wanted: TokenLoss | TokenLogProbs | None
+    ) -> Tensor:
+        """What is wanted of normed hidden states [t, H]; None: logits."""
+        if wanted is None:
+            return self._logits(hidden)
+        head, kernels, size = self.lm_head, self.kernels, self.config.vocab_size
+        if takes_chunks(head):
+            return self._head(
+                hidden, use=in_chunks(head, batch, wanted, kernels, self._logit_changes)
+            )
+        logits = self._logits(hidden)
+        return of_logits(
+            logits, batch, wanted, group=self.mesh.tp, kernels=kernels, vocab_size=size
         )
+
+    @property
+    def _logit_changes(self) -> tuple[LogitsChange, ...]:
+        """What `_logits` does after the product."""
+        cap = self.config.logit_softcap
+        return () if cap is None else (SoftCap(cap),)
 
     def loss(
         self,
@@ -208,7 +220,7 @@ class GPT(nn.Module):
         A scalar fp32, the same on every tensor-parallel rank, for the last stage. The shares of
         all micro-batches and data-parallel ranks add up to the mean over the global batch, and so
         do their gradients. `label_smoothing`, `z_loss`, `chunk_tokens` and `unit_gradient` are
-        those of `TokenLoss`; logits are never whole, unless the head has a bias or they are capped.
+        those of `TokenLoss`; logits are never whole, unless the head multiplies in few bits.
 
         In training mode the layers' auxiliary losses are part of the gradient, not of the value;
         `auxiliary` collects theirs (see `auxiliary_losses`). Smoothing and z-loss are part of both;
@@ -232,6 +244,30 @@ class GPT(nn.Module):
         )
         return self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary, loss=loss)
 
+    def log_probs(
+        self,
+        batch: TokenBatch,
+        hidden: Tensor | None = None,
+        *,
+        rng: RngKey | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
+        changes: Sequence[LogitsChange] = (),
+        chunk_tokens: int | None = None,
+    ) -> Tensor:
+        """ln p(label) [T] of the tokens in the loss mask, 0 of others, for the last stage.
+
+        At least fp32, differentiable, the same on every tensor-parallel rank. `changes` are made to
+        the model's logits before, such as a temperature; those and `chunk_tokens` are as in
+        `TokenLogProbs`. Logits are never whole, as for `loss`.
+
+        Raises:
+            ValueError: when the batch has no labels, and what `stage_forward` raises.
+        """
+        if batch.labels is None:
+            raise ValueError("log-probabilities need labels, and the batch has none")
+        wanted = TokenLogProbs(changes=tuple(changes), chunk_tokens=chunk_tokens)
+        return self.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary, loss=wanted)
+
     def _predict_further(
         self, hidden: Tensor, context: TokenContext, auxiliary: AuxiliaryLosses, of: TokenLoss
     ) -> Tensor:
@@ -249,7 +285,7 @@ class GPT(nn.Module):
             if context.dropout is not None:
                 embedded = context.dropout(embedded, "mtp", depth)
             found = module(found, embedded, replace(context, batch=ahead))
-            loss = self._token_loss(found, ahead, of)
+            loss = self._result(found, ahead, of)
             # Every tensor-parallel rank has all of it; it is counted once.
             counted = loss if self.mesh.tp.rank == 0 else torch.zeros_like(loss)
             hidden = auxiliary.attach(hidden, name, loss * config.mtp.depth_weight, counted)
@@ -359,32 +395,3 @@ class GPT(nn.Module):
                 f"a document of {longest} tokens is longer than the position table: "
                 f"at most max_positions={limit}"
             )
-
-
-def build_token_embedding(config: ModelConfig, build: BuildContext) -> VocabParallelEmbedding:
-    """The table of tokens, its rows cut over the tensor-parallel group."""
-    return VocabParallelEmbedding(
-        config.vocab_size,
-        config.hidden_size,
-        group=build.tp,
-        sequence_parallel=build.sequence_parallel,
-        accumulate=not config.tied_embeddings,
-        init=Init(kind="normal", std=config.init_std),
-        device=build.device,
-        dtype=build.dtype,
-    )
-
-
-def build_head(config: ModelConfig, build: BuildContext) -> VocabParallelHead:
-    """The head over the vocabulary, cut likewise; it has no weight where it is tied."""
-    return VocabParallelHead(
-        config.hidden_size,
-        config.vocab_size,
-        group=build.tp,
-        tied=config.tied_embeddings,
-        sequence_parallel=build.sequence_parallel,
-        linear=build.kernels.linear,
-        init=Init(kind="normal", std=config.init_std),
-        device=build.device,
-        dtype=build.dtype,
-    )

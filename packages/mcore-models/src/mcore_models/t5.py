@@ -23,11 +23,12 @@ from mcore_models.common.batch import (
 )
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.encoder_decoder import Stack, StackContext
-from mcore_models.common.head_loss import TokenLoss
+from mcore_models.common.head_loss import TokenLogProbs, TokenLoss
 from mcore_models.common.relative_bias import relative_bias
 from mcore_models.common.text import PairedCache, Text
+from mcore_models.common.vocabulary import build_head, build_token_embedding
 from mcore_models.config import ModelConfig
-from mcore_models.gpt import GPT, build_head, build_token_embedding
+from mcore_models.gpt import GPT
 from mcore_parallel import RngKey
 from mcore_parallel.context import HeadExchange
 from mcore_parallel.tensor import gather_logits
@@ -148,7 +149,7 @@ class T5(GPT):
         logits_at: Tensor | None = None,
         auxiliary: AuxiliaryLosses | None = None,
         chunk: int = -1,
-        loss: TokenLoss | None = None,
+        loss: TokenLoss | TokenLogProbs | None = None,
     ) -> Tensor:
         """This rank's logits [T, v] of the decoder's tokens; arguments as for `GPT`.
 
@@ -187,7 +188,7 @@ class T5(GPT):
                     f"tp={self.mesh.tp.size}"
                 )
             out = out[logits_at]
-        return self._logits(out) if loss is None else self._token_loss(out, batch, loss)
+        return self._result(out, batch, loss)
 
     @property
     def blocks(self) -> list[nn.Module]:

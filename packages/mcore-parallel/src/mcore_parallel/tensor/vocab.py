@@ -151,12 +151,15 @@ class _LookUp(torch.autograd.Function):
 class HeadUse(Protocol):
     """What a head makes of its factors in place of logits, such as a loss in chunks."""
 
-    def __call__(self, x: Tensor, weight: Tensor, weight_grad_out: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_out: Tensor | None
+    ) -> Tensor:
         """Return anything, a scalar for example, that is the same on all ranks of the group.
 
         Args:
             x: [T, H], all tokens. Its gradient is my share of a sum over the group.
             weight: [real, H], my rows without padding.
+            bias: [real], theirs, of a head that has one.
             weight_grad_out: the float32 buffer [real, H] to which the gradient of the weight is to
                 be added, before the backward pass has left this call; autograd gets none then. None
                 where autograd takes it.
@@ -232,8 +235,8 @@ class VocabParallelHead(nn.Module):
         `weight` [rows, H]: the embedding's table, when the head is tied. Its gradient then always
         goes through autograd, never into a `main_grad` buffer, since the embedding adds to it too.
 
-        `use` makes something else of all tokens and my rows, and that is returned; the head has no
-        bias then.
+        `use` makes something else of all tokens and my rows, and that is returned. A subclass may
+        do something with x before, and hands `use` on; what it returns is not a tensor of logits.
         """
         if (weight is None) == (self.weight is None):
             given = "has its own weight" if weight is not None else "is tied"
@@ -256,7 +259,6 @@ class VocabParallelHead(nn.Module):
         return logits
 
     def _used(self, use: HeadUse, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.bias is None
         x = (gather_sequence if self.sequence_parallel else copy_to_group)(x, self.group)
         real, buffer = self.shard.real, None
         # Gradients that are reduced after every backward pass go through autograd: what is at hand
@@ -265,7 +267,9 @@ class VocabParallelHead(nn.Module):
         if has_buffer and weight.requires_grad and torch.is_grad_enabled():
             buffer = main_grad(weight)[:real]
             weight = _AddedByOther.apply(weight)  # type: ignore[no-untyped-call]
-        return use(x, weight if real == self.shard.rows else weight[:real], buffer)
+        if real < self.shard.rows:
+            weight = weight[:real]
+        return use(x, weight, None if self.bias is None else self.bias[:real], buffer)
 
     def param_specs(self, prefix: str) -> dict[str, ParamSpec]:
         """Return the specs of what the head owns: `<prefix>.weight` [V, H], `<prefix>.bias` [V]."""
