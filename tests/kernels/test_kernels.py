@@ -16,7 +16,9 @@ from mcore_kernels import (
     RoutingRule,
     Target,
     VocabShard,
+    resolve,
     rope_cos_sin,
+    sinkhorn,
     vocab_loss,
 )
 
@@ -162,6 +164,37 @@ def test_experts_and_losses_compile_in_one_graph() -> None:
     expected = torch.autograd.grad(network(x, head), (x, head))
     compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
     for one, other in zip(torch.autograd.grad(compiled(x, head), (x, head)), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["sdpa", "reference", "flex", "invariant"])
+def test_what_reads_lengths_back_compiles_in_one_graph(name: str) -> None:
+    """Packed documents and pages, of which a graph knows no length, and a loop with an end."""
+    attend = resolve("attention", target=Target(), require=name)
+    paged = resolve("paged_attention", target=Target())
+    ends = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    pages = {
+        "block_table": torch.tensor([[0], [1], [2]], dtype=torch.int32),
+        "context_lengths": torch.tensor([4, 2, 7], dtype=torch.int32),
+        "cu_seqlens_q": ends,
+        "max_seqlen_q": 7,
+    }
+
+    def network(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, lse = attend(q, k, 2.0 * k, **lengths, window=4, softcap=3.0)
+        cache = torch.arange(168.0).view(3, 7, 2, 4).sin()
+        served, _ = paged(out.detach(), cache, cache, **pages)
+        return out, lse, served, sinkhorn(q.detach().flatten(1))
+
+    q, k = (torch.randn(10, heads, 4, requires_grad=True) for heads in (4, 2))
+    results = []
+    for run in (network, torch.compile(network, backend="aot_eager", fullgraph=True)):
+        found = run(q, k)
+        assert [one.requires_grad for one in found] == [True, False, False, False]
+        results.append([*found, *torch.autograd.grad(found[0].square().sum(), (q, k))])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -11,9 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_kernels import OPERATORS, KernelConfig, Kernels, LossTerms, Target, VocabShard, resolve
+from mcore_kernels import (
+    OPERATORS,
+    KernelConfig,
+    Kernels,
+    LossTerms,
+    Target,
+    VocabShard,
+    resolve,
+    vocab_loss,
+)
 from mcore_kernels.ops.cross_entropy.loss import LossCall
 from mcore_kernels.ops.norm_limits import MAX_HIDDEN
+from mcore_kernels.quant.formats import E4M3
 from mcore_kernels.testing import assert_matches_reference, conformance
 from mcore_kernels.testing.case import Case
 from mcore_kernels.testing.cases import cases
@@ -258,6 +268,52 @@ def test_what_torch_asks_of_an_operator(target: Target) -> None:
     torch.library.opcheck(kernels.norm.default, arguments, test_utils=checks)
     arguments = (x, weight.detach(), x.detach()[..., 0], 3, True, 1.0, 0.5)
     torch.library.opcheck(kernels.activation.default, arguments, test_utils=checks)
+
+
+# torch's tracer makes an instance of every autograd function, against its own advice.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_losses_pages_and_eight_bits_compile_in_one_graph(target: Target) -> None:
+    """What eager code launches without torch's dispatch is an operator where a compiler traces."""
+    device = target.device_type
+    loss, pages, quantize, matmul = (
+        resolve(op, target=target, require="triton")
+        for op in ("cross_entropy", "paged_attention", "quantize", "fp8_matmul")
+    )
+    labels = torch.tensor([3, -100, 0, 8], device=device)
+    table, lengths, ends = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([[1], [0]], [3, 2], [0, 3, 4])
+    )
+
+    def network(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        terms = LossTerms(label_smoothing=0.1, z_loss=0.01)
+        found = vocab_loss(
+            z, labels, op=loss, shard=VocabShard(vocab_size=9), terms=terms, entropy=True
+        )
+        plain = vocab_loss(z, labels, op=loss, shard=VocabShard(vocab_size=9))
+        x = z.detach()
+        q, cache = x[:, None, :8], x[None, :, None, :8].expand(2, 4, 1, 8)
+        served, _ = pages(
+            q, cache, cache, block_table=table, context_lengths=lengths, cu_seqlens_q=ends,
+            max_seqlen_q=3, window=2,
+        )  # fmt: skip
+        given = quantize.both(x, E4M3, scale=torch.full((1, 1), 0.1, device=device))
+        products = []
+        for block in ((0, 0), (1, 0), (1, 128), (128, 128)):
+            a, b = quantize.both(x, E4M3, block), quantize(x.t(), E4M3, block)
+            products += [
+                matmul(a[0], a[1], a[0], a[1], a_block=block, b_block=block, dtype=x.dtype),
+                matmul(a[2], a[3], *b, a_block=block, b_block=block, dtype=x.dtype),
+            ]
+        total = found.loss.sum() + found.entropy.square().sum() + plain.loss.sum()
+        return total, served, *products, quantize.amax(x), *(one.float() for one in given)
+
+    z = torch.randn(4, 9, device=device, requires_grad=True)
+    results = []
+    for run in (network, torch.compile(network, backend="aot_eager", fullgraph=True)):
+        results.append([*run(z), *torch.autograd.grad(run(z)[0], z)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_they_compile_in_one_graph(target: Target) -> None:

@@ -36,6 +36,22 @@ class OpLibrary:
         torch.library.register_fake(f"mcore_kernels::{name}", fake, lib=self._library)
         return getattr(torch.ops.mcore_kernels, name).default  # type: ignore[no-any-return]
 
+    def when_compiled(
+        self, schema: str, kernel: Callable[..., Any], *, fake: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """As `define`, but `kernel` itself is called where nothing is being compiled.
+
+        For what torch.compile cannot trace (launches, values read back) and what eager code calls
+        so often that torch's dispatch, some ten microseconds, would be felt. It records no
+        gradient. Arguments are given by position.
+        """
+        operator = self.define(schema, kernel, fake=fake)
+
+        def call(*arguments: Any) -> Any:
+            return operator(*arguments) if torch.compiler.is_compiling() else kernel(*arguments)
+
+        return call
+
     def differentiate(
         self, name: str, backward: Callable[..., Any], *, keep: Callable[..., None]
     ) -> None:

@@ -54,7 +54,8 @@ class FlexAttention(Attention):
 
     def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> FlexPlan:
         """Build the mask, or find it among those of the last layouts."""
-        if not q.is_cuda:  # reading the ends back from a GPU would wait for it
+        # Reading the ends back from a GPU would wait for it, and a compiler knows no values.
+        if not q.is_cuda and not torch.compiler.is_compiling():
             check_ends(q, k, segments)
         batch = 1 if segments.uniform is None else segments.uniform[0]
         if not q.numel() or not k.shape[0]:

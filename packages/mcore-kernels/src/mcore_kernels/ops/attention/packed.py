@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_kernels.ops.attention.base import Attention, Plan, Segments, Visibility
+from mcore_kernels.ops.attention.traced import TracedPlan
 from mcore_kernels.protocols import accumulation_dtype
 
 
@@ -43,8 +44,10 @@ class PackedAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k, v; `out` and `lse` may be merged over further blocks of keys."""
 
-    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> PackedPlan:
+    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
         """Find the runs of equal segments; reads the lengths back unless they are uniform."""
+        if segments.uniform is None and torch.compiler.is_compiling():
+            return TracedPlan(op=self, segments=segments, visibility=visibility)
         runs = _runs(q, k, segments)
         whole = (
             len(runs) == 1

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_kernels.ops.attention.base import Segments, Visibility
-from mcore_kernels.ops.attention.packed import PackedAttention, PackedPlan
+from mcore_kernels.ops.attention.base import Plan, Segments, Visibility
+from mcore_kernels.ops.attention.packed import PackedAttention
 from mcore_kernels.ops.attention.reference import REFERENCE
 
 _VECTOR = 16
@@ -29,7 +29,7 @@ class SdpaAttention(PackedAttention):
     the kernel does not know, go to the reference.
     """
 
-    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> PackedPlan:
+    def plan(self, q: Tensor, k: Tensor, segments: Segments, visibility: Visibility) -> Plan:
         """See `PackedAttention`."""
         if visibility.softcap is not None:
             return REFERENCE.plan(q, k, segments, visibility)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_kernels.custom_ops import interpreted, on_device
+from mcore_kernels.custom_ops import OpLibrary, interpreted, on_device
 from mcore_kernels.ops.fp8_matmul.reference import fp8_matmul as reference
 from mcore_kernels.quant.scaling import Block
 from mcore_kernels.tuning import tuned
@@ -88,6 +88,19 @@ def fp8_matmul(
         return reference(
             a, a_scale, b, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
         )
+    y: Tensor = _product_op(a, a_scale, b, b_scale, a_block, b_block, dtype)
+    return y
+
+
+def _product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     y = torch.empty(m, n, dtype=dtype, device=a.device)
     if not y.numel():
@@ -104,6 +117,27 @@ def fp8_matmul(
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y
+
+
+def _product_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+_LIBRARY = OpLibrary()
+_product_op = _LIBRARY.when_compiled(
+    "fp8_matmul(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, "
+    "ScalarType dtype) -> Tensor",
+    _product,
+    fake=_product_fake,
+)
 
 
 def _steps(scale: Tensor, block: Block) -> tuple[int, int]:

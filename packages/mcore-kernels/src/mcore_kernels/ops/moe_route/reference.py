@@ -47,7 +47,8 @@ def choose(logits: Tensor, scores: Tensor, correction: Tensor | None, rule: Rout
         return _first_largest(logits, rule.top_k)
     values = scores if correction is None else scores + correction.to(scores.dtype)
     if rule.num_groups > 1:
-        grouped = values.unflatten(-1, (rule.num_groups, values.shape[-1] // rule.num_groups))
+        size = values.shape[-1] // rule.num_groups
+        grouped = values.view(*values.shape[:-1], rule.num_groups, size)
         quality = grouped.topk(rule.best_of_group, dim=-1).values.sum(-1)
         best = _first_largest(quality, rule.top_groups)
         allowed = torch.zeros_like(quality, dtype=torch.bool).scatter_(-1, best, True)

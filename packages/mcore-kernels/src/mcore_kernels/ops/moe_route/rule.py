@@ -9,6 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from mcore_kernels.custom_ops import OpLibrary
+
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
 
@@ -89,6 +91,11 @@ def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most: int = 1000) -> Te
     factors change by less than `tolerance` on average, or `most` times (Clark et al. 2022,
     arXiv:2202.01169). Choose by it; take weights from the logits. No gradient flows.
     """
+    plan: Tensor = _sinkhorn_op(logits.detach(), tolerance, most)
+    return plan
+
+
+def _sinkhorn(logits: Tensor, tolerance: float, most: int) -> Tensor:
     with torch.no_grad():
         wide = torch.promote_types(logits.dtype, torch.float32)
         # A factor per row changes nothing in the end, and keeps exp from overflowing.
@@ -104,6 +111,16 @@ def sinkhorn(logits: Tensor, *, tolerance: float = 1e-4, most: int = 1000) -> Te
             if float(change) < tolerance:
                 break
         return row.unsqueeze(1) * cost * column
+
+
+def _sinkhorn_fake(logits: Tensor, tolerance: float, most: int) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+_LIBRARY = OpLibrary()
+_sinkhorn_op = _LIBRARY.when_compiled(
+    "sinkhorn(Tensor logits, float tolerance, int most) -> Tensor", _sinkhorn, fake=_sinkhorn_fake
+)
 
 
 def jitter(x: Tensor, epsilon: float, generator: torch.Generator | None = None) -> Tensor:

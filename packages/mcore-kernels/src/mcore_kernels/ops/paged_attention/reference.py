@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_kernels.custom_ops import OpLibrary
 from mcore_kernels.ops.attention.reference import REFERENCE
 from mcore_kernels.protocols import accumulation_dtype
 
@@ -30,6 +31,28 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `mcore_kernels.protocols.PagedAttentionOp`; reads the lengths back."""
     check_pages(q, key_cache, value_cache, block_table, context_lengths, cu_seqlens_q)
+    out, lse = _call(
+        q, key_cache, value_cache, block_table, context_lengths, cu_seqlens_q, max_seqlen_q, window,
+        scale, softcap, sinks, key_scale, value_scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def _paged(  # noqa: PLR0917 -- the arguments of the operator, in its order
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     lengths = context_lengths.tolist()
     wide = accumulation_dtype(q.dtype)
     k = _together(key_cache, key_scale, block_table, lengths).to(wide)
@@ -42,6 +65,25 @@ def paged_attention(
             scale=scale, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     return out.to(q.dtype), lse
+
+
+def paged_fake(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    """Empty results of the shapes and dtypes of the operator's."""
+    lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(*q.shape[:2], value_cache.shape[3]), lse
+
+
+PAGED_CALL = (
+    "(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lengths, "
+    "Tensor cu_seqlens_q, SymInt max_seqlen_q, SymInt? window, float? scale, float? softcap, "
+    "Tensor? sinks, Tensor? key_scale, Tensor? value_scale) -> (Tensor, Tensor)"
+)
+"""The operator's arguments by position, as torch writes them."""
+
+_LIBRARY = OpLibrary()
+_call = _LIBRARY.when_compiled(f"paged_attention_reference{PAGED_CALL}", _paged, fake=paged_fake)
 
 
 def _together(

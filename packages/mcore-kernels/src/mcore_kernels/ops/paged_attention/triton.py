@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_kernels.custom_ops import interpreted, on_device, programs
+from mcore_kernels.custom_ops import OpLibrary, interpreted, on_device, programs
 from mcore_kernels.ops.attention.base import merge_sinks
-from mcore_kernels.ops.paged_attention.reference import check_pages
+from mcore_kernels.ops.paged_attention.reference import PAGED_CALL, check_pages, paged_fake
 
 _PART = 512
 """The fewest keys that are worth a program of their own."""
@@ -168,6 +168,28 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `mcore_kernels.protocols.PagedAttentionOp`."""
     check_pages(q, key_cache, value_cache, block_table, context_lengths, cu_seqlens_q)
+    out, lse = _call(
+        q, key_cache, value_cache, block_table, context_lengths, cu_seqlens_q, max_seqlen_q, window,
+        scale, softcap, sinks, key_scale, value_scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def _paged(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     tokens, heads, size = q.shape
     sequences, value_size, kv_heads = len(context_lengths), value_cache.shape[3], key_cache.shape[2]
     group = heads // kv_heads
@@ -206,6 +228,10 @@ def paged_attention(
     else:
         out, lse = out[0], lse[0]
     return (out, lse) if sinks is None else merge_sinks(out, lse, sinks)
+
+
+_LIBRARY = OpLibrary()
+_call = _LIBRARY.when_compiled(f"paged_attention{PAGED_CALL}", _paged, fake=paged_fake)
 
 
 def _parts(q: Tensor, count: int, most_keys: int) -> int:

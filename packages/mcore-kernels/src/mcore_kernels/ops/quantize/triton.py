@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_kernels.custom_ops import interpreted, on_device
+from mcore_kernels.custom_ops import OpLibrary, interpreted, on_device
 from mcore_kernels.ops.quantize.reference import ReferenceQuantize
 from mcore_kernels.ops.quantize.tile_triton import quantize_tile, scale_from, size_bits
-from mcore_kernels.quant.formats import Format
+from mcore_kernels.quant.formats import FORMATS, Format
 from mcore_kernels.quant.scaling import Block, block_amax, scale_of
 from mcore_kernels.tuning import tuned
 
@@ -119,8 +119,8 @@ class TritonQuantize(ReferenceQuantize):
             )
         if x.stride(0) == 1 and x.stride(1) != 1:
             # It lies across: what is read along its memory is turned, as of the whole it is.
-            return _quantize(x.t(), fmt, block, scale, margin, power_of_two, along=False)[2:]
-        return _quantize(x, fmt, block, scale, margin, power_of_two, across=False)[:2]
+            return _call(x.t(), fmt, block, scale, margin, power_of_two, along=False)[2:]
+        return _call(x, fmt, block, scale, margin, power_of_two, across=False)[:2]
 
     def both(
         self,
@@ -137,7 +137,7 @@ class TritonQuantize(ReferenceQuantize):
             return super().both(
                 x, fmt, block, scale=scale, margin=margin, power_of_two=power_of_two
             )
-        return _quantize(x, fmt, block, scale, margin, power_of_two)
+        return _call(x, fmt, block, scale, margin, power_of_two)
 
     def amax(self, x: Tensor) -> Tensor:
         """See `QuantizeOp`."""
@@ -145,7 +145,8 @@ class TritonQuantize(ReferenceQuantize):
         filled = x.is_contiguous() or x.t().is_contiguous()
         if x.dtype == torch.float64 or not x.numel() or not filled:
             return super().amax(x)
-        return largest_bits(x).amax().view(torch.float32).view(1)
+        found: Tensor = _amax_op(x)
+        return found
 
 
 def _served(x: Tensor, block: Block, scale: Tensor | None) -> bool:
@@ -235,6 +236,83 @@ def _quantize(
             MANY=0 if bits is None else triton.next_power_of_2(bits.numel()),
             BLOCK_R=tile[0], BLOCK_C=tile[1], **number_options(x, fmt), num_warps=warps,
         )  # fmt: skip
+    return y, s, yt, st
+
+
+def _apart(
+    x: Tensor,
+    fmt: str,
+    block: Block,
+    scale: Tensor | None,
+    margin: int,
+    power_of_two: bool,
+    along: bool,
+    across: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_quantize`, the results apart from each other and from the arguments."""
+    rows, columns = block  # torch makes a list of it
+    y, s, yt, st = _quantize(
+        x, FORMATS[fmt], (rows, columns), scale, margin, power_of_two, along=along, across=across
+    )
+    return y, s if s is not scale else s.clone(), yt, st.clone() if st is s or st is scale else st
+
+
+def _apart_fake(
+    x: Tensor,
+    fmt: str,
+    block: Block,
+    scale: Tensor | None,
+    margin: int,
+    power_of_two: bool,
+    along: bool,
+    across: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (r, c), dtype, (rows, columns) = x.shape, FORMATS[fmt].dtype, block
+    y = x.new_empty(r, c, dtype=dtype) if along else x.new_empty(0)
+    yt = x.new_empty(c, r, dtype=dtype) if across else x.new_empty(0)
+    over = [1 if size == 0 else -(-length // size) for length, size in ((r, rows), (c, columns))]
+    turned = [1 if size == 0 else -(-length // size) for length, size in ((c, rows), (r, columns))]
+    if columns == 0:  # one that is not wanted has the other's scales
+        over, turned = over if along else turned, turned if across else over
+    s, st = (x.new_empty(shape, dtype=torch.float32) for shape in (over, turned))
+    return y, s, yt, st
+
+
+def _amax(x: Tensor) -> Tensor:
+    return largest_bits(x).amax().view(torch.float32).view(1)
+
+
+_LIBRARY = OpLibrary()
+_apart_op = _LIBRARY.define(
+    "quantize(Tensor x, str fmt, int[] block, Tensor? scale, int margin, bool power_of_two, "
+    "bool along, bool across) -> (Tensor, Tensor, Tensor, Tensor)",
+    _apart,
+    fake=_apart_fake,
+)
+_amax_op = _LIBRARY.when_compiled(
+    "quantize_amax(Tensor x) -> Tensor",
+    _amax,
+    fake=lambda x: x.new_empty(1, dtype=torch.float32),
+)
+
+
+def _call(
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    scale: Tensor | None,
+    margin: int,
+    power_of_two: bool,
+    *,
+    along: bool = True,
+    across: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_quantize`; where a compiler traces it is an operator, which gives no tensor twice."""
+    if not torch.compiler.is_compiling():
+        return _quantize(x, fmt, block, scale, margin, power_of_two, along=along, across=across)
+    y, s, yt, st = _apart_op(
+        x.detach(), fmt.name, block, scale, margin, power_of_two, along, across
+    )
     return y, s, yt, st
 
 
