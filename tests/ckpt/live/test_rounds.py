@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from mcore_ckpt.live.rounds import Schedule, cut, schedule
+from mcore_ckpt.live.own import Own, Wire
+from mcore_ckpt.live.rounds import Pairs, Schedule, cut, encode_loads, schedule
 from mcore_parallel.layout import Copy, TensorLayout, plan
 
 N = 4
@@ -18,10 +19,25 @@ def copies() -> list[Copy]:
     return plan(rows, columns)
 
 
-def schedules(max_bytes: int, target: torch.dtype = torch.float32) -> list[Schedule]:
-    sources = {rank: {"s": torch.float32} for rank in range(N)}
-    targets = {rank: {"t": target} for rank in range(N)}
-    return [schedule(copies(), sources, targets, rank, max_bytes) for rank in range(N)]
+def own(rank: int, dtype: torch.dtype, ranks: range) -> Own:
+    """The part of a rank in all copies."""
+    outgoing: dict[int, list[Wire]] = defaultdict(list)
+    incoming: dict[int, list[Wire]] = defaultdict(list)
+    for copy in copies():
+        ends = ranks[copy.source.rank], ranks[copy.target.rank]
+        if ends[0] == rank != ends[1]:
+            outgoing[ends[1]].append(Wire(copy, dtype))
+        if ends[1] == rank != ends[0]:
+            incoming[ends[0]].append(Wire(copy, dtype))
+    return Own(local=(), outgoing=outgoing, incoming=incoming)
+
+
+def schedules(
+    max_bytes: int, dtype: torch.dtype = torch.float32, ranks: range = range(N)
+) -> list[Schedule]:
+    parts = {rank: own(rank, dtype, ranks) for rank in ranks}
+    pairs = Pairs([encode_loads(part, ranks, max_bytes) for part in parts.values()])
+    return [schedule(part, pairs, ranks, rank, max_bytes) for rank, part in parts.items()]
 
 
 @pytest.mark.parametrize("max_bytes", [1, 60, 192, 200, 1 << 20])
@@ -54,10 +70,18 @@ def test_ranks_exchange_at_the_same_time() -> None:
     assert len(schedules(total // 3)[0].rounds) <= 5
 
 
-def test_elements_travel_in_the_smaller_dtype() -> None:
-    (wide,), (narrow,) = (schedules(1 << 20, t)[0].rounds for t in (torch.float64, torch.bfloat16))
-    assert {p.dtype for pieces in wide.outgoing.values() for p in pieces} == {torch.float32}
-    assert {p.dtype for pieces in narrow.outgoing.values() for p in pieces} == {torch.bfloat16}
+def test_ranks_are_those_of_the_group() -> None:
+    for of_rank, same in zip(schedules(200), schedules(200, ranks=range(3, 11, 2)), strict=True):
+        for batch, other in zip(of_rank.rounds, same.rounds, strict=True):
+            assert {3 + 2 * peer: len(p) for peer, p in batch.outgoing.items()} == {
+                peer: len(p) for peer, p in other.outgoing.items()
+            }
+
+
+def test_nothing_to_move_takes_no_round() -> None:
+    nobody = Own(local=(), outgoing={}, incoming={})
+    pairs = Pairs([encode_loads(nobody, [0, 1], 10)] * 2)
+    assert schedule(nobody, pairs, [0, 1], 1, 10).rounds == []
 
 
 def test_parts_of_a_copy() -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mcore_ckpt.agreement import together
-from mcore_ckpt.dtypes import converts, stored_type
+from mcore_ckpt.alike import digest_of, split
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.live.rounds import Piece, Round, Schedule, schedule
+from mcore_ckpt.live.own import Kind, Own, Side, own_copies
+from mcore_ckpt.live.rounds import Pairs, Piece, Round, Schedule, encode_loads, schedule
 from mcore_ckpt.live.staging import Staged, as_bytes, checksum, view
 from mcore_ckpt.live.transport import Transport, open_transport, pick_transport
-from mcore_ckpt.planning import describe, layouts_of
+from mcore_ckpt.planning import describe
 from mcore_parallel.group import Group
-from mcore_parallel.layout import LayoutTensor, plan
+from mcore_parallel.layout import LayoutTensor
 
 DEFAULT_STAGING_BYTES = 256 << 20
 
@@ -196,60 +198,70 @@ def _find_schedule(
     plans: PlanCache | None,
 ) -> Schedule:
     what = "planning a transfer failed"
-    sides: list[str] = []
+    sides: list[dict[str, Any]] = []
 
-    def prepare() -> str:
+    def prepare() -> list[Any]:
         if max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}; nearest valid: 1")
         for values in (sources, targets):
             for key, value in values.items():
                 if not value.tensor.is_contiguous():
                     raise ValueError(f"{key}: cannot move a tensor that is not contiguous")
-        sides.append(json.dumps([max_bytes, describe(sources), describe(targets)]))
-        return hashlib.sha256(sides[0].encode()).hexdigest()
+        sides.extend(split(describe(values))[0] for values in (sources, targets))
+        return [max_bytes, *map(digest_of, sides)]
 
-    digests = together(group.cpu, what, prepare)
-    key = " ".join([str(group.rank), *map(str, group.ranks), *digests])
+    rows = together(group.cpu, what, prepare)
+    bounds = {row[0] for row in rows}
+    if len(bounds) > 1:
+        raise ValueError(f"max_bytes differs between ranks: {sorted(bounds)}")
+    key = hashlib.sha256(json.dumps([group.rank, group.ranks, rows]).encode()).hexdigest()
     kept = plans.find(key) if plans is not None else None
     if plans is not None and all(together(group.cpu, what, lambda: kept is not None)):
         assert kept is not None
         plans.hits += 1
         return kept
-    described = together(group.cpu, what, lambda: json.loads(sides[0]))
-    made = _plan(described, group)
+    kinds = _find_kinds([tuple(row[1:]) for row in rows], sides, group, what)
+    made = _plan(kinds, group, max_bytes, what)
     if plans is not None:
         plans.keep(key, made)
     return made
 
 
-def _plan(described: list[list[object]], group: Group) -> Schedule:
-    """Plan from what all ranks hold; every rank comes to the same, also to the same error."""
-    bounds = {row[0] for row in described}
-    if len(bounds) > 1:
-        raise ValueError(f"max_bytes differs between ranks: {sorted(bounds, key=str)}")
-    sides = [
-        {
-            rank: layouts_of(row[side])  # type: ignore[arg-type]  # as describe made it
-            for rank, row in zip(group.ranks, described, strict=True)
-        }
-        for side in (1, 2)
+def _find_kinds(
+    digests: Sequence[tuple[str, str]],
+    sides: Sequence[Mapping[str, Any]],
+    group: Group,
+    what: str,
+) -> list[Kind]:
+    """Return the kinds of ranks; of those that hold the same on a side the first describes it."""
+    own = digests[group.rank]
+    first = [
+        next(rank for rank, of_rank in enumerate(digests) if of_rank[side] == own[side])
+        for side in range(2)
     ]
-    dtypes = [
-        {
-            rank: {
-                key: stored_type(entry["dtype"]).torch
-                for key, entry in row[side].items()  # type: ignore[attr-defined]
-            }
-            for rank, row in zip(group.ranks, described, strict=True)
-        }
-        for side in (1, 2)
+    mine = [held if rank == group.rank else None for held, rank in zip(sides, first, strict=True)]
+    described: list[list[Any]] = together(group.cpu, what, lambda: mine)
+    known: list[dict[str, Side]] = [{}, {}]
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, of_rank, rows in zip(group.ranks, digests, described, strict=True):
+        members.setdefault(of_rank, []).append(rank)
+        for digest, row, by_digest in zip(of_rank, rows, known, strict=True):
+            if row is not None:
+                by_digest[digest] = Side(row)
+    return [
+        Kind(ranks=tuple(ranks), sources=known[0][giving], targets=known[1][taking])
+        for (giving, taking), ranks in members.items()
     ]
-    copies = plan(sides[0], sides[1])
-    for copy in copies:
-        source = dtypes[0][copy.source.rank][copy.source.key]
-        target = dtypes[1][copy.target.rank][copy.target.key]
-        if not converts(source, target):
-            raise ValueError(f"{copy.name}: {source} does not convert to {target}")
-    max_bytes = described[0][0]
-    assert isinstance(max_bytes, int)
-    return schedule(copies, dtypes[0], dtypes[1], group.ranks[group.rank], max_bytes)
+
+
+def _plan(kinds: Sequence[Kind], group: Group, max_bytes: int, what: str) -> Schedule:
+    """Plan this rank's part; every rank calls it, and all raise the error of one."""
+    rank = group.ranks[group.rank]
+    found: list[Own] = []
+
+    def plan() -> str:
+        found.append(own_copies(kinds, rank))
+        return encode_loads(found[0], group.ranks, max_bytes)
+
+    pairs = Pairs(together(group.cpu, what, plan))
+    return schedule(found[0], pairs, group.ranks, rank, max_bytes)

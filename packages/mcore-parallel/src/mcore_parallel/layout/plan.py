@@ -7,7 +7,7 @@ import gc
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mcore_parallel.layout.box import Box, dot
 from mcore_parallel.layout.fragment import Fragment
@@ -90,7 +90,7 @@ def _plan(sources: RankLayouts, targets: RankLayouts) -> list[Copy]:
                 if name not in holders:
                     holders[name] = _Holders(name, fragment.global_shape)
                 holders[name].add(rank, key, fragment)
-    geometries: dict[Any, _Geometry] = {}  # one for all tensors that are cut alike
+    geometries: dict[Any, Geometry] = {}  # one for all tensors that are cut alike
     sent: dict[int, int] = defaultdict(int)
     copies: list[Copy] = []
     for rank in sorted(targets):
@@ -105,6 +105,18 @@ def _plan(sources: RankLayouts, targets: RankLayouts) -> list[Copy]:
     return copies
 
 
+class Strided(Protocol):
+    """Where the elements of a box lie in a local tensor: a `Fragment`, or what says the same."""
+
+    @property
+    def offset(self) -> int:
+        """Address of the box's first element."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Steps between its elements."""
+
+
 class _Holders:
     """Who holds which boxes of one global tensor."""
 
@@ -113,7 +125,7 @@ class _Holders:
         self.shape = shape
         self.by_box: dict[Box, list[tuple[int, str, Fragment]]] = {}
         self._holders: list[list[tuple[int, str, Fragment]]] = []
-        self._geometry: _Geometry | None = None
+        self._geometry: Geometry | None = None
 
     def add(self, rank: int, key: str, fragment: Fragment) -> None:
         self.check_shape(fragment)
@@ -133,7 +145,7 @@ class _Holders:
         key: str,
         target: Fragment,
         sent: dict[int, int],
-        geometries: dict[Any, _Geometry],
+        geometries: dict[Any, Geometry],
     ) -> Iterator[Copy]:
         """Yield the copies that fill one target fragment, and count what each rank sends."""
         self.check_shape(target)
@@ -160,16 +172,16 @@ class _Holders:
                 Place(rank, key, cut.address(target, 1), target.strides),
             )
 
-    def _find_geometry(self, geometries: dict[Any, _Geometry]) -> _Geometry:
+    def _find_geometry(self, geometries: dict[Any, Geometry]) -> Geometry:
         self._holders = list(self.by_box.values())
         ranks = tuple(tuple([holder[0] for holder in held]) for held in self._holders)
         cut = (self.shape, tuple(self.by_box), ranks)
         if cut not in geometries:
-            geometries[cut] = _Geometry(*cut)
+            geometries[cut] = Geometry(*cut)
         return geometries[cut]
 
 
-class _Cut:
+class Cut:
     """Part of a target box that is taken from the held box number `index`.
 
     own: the target's rank holds that box itself.
@@ -188,7 +200,7 @@ class _Cut:
         )
         self._address: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def address(self, fragment: Fragment, end: int) -> int:
+    def address(self, fragment: Strided, end: int) -> int:
         """Return where the part begins in a fragment: of the held box (0) or the target (1)."""
         at = (end, fragment.strides)
         distance = self._address.get(at)
@@ -197,7 +209,7 @@ class _Cut:
         return fragment.offset + distance
 
 
-class _Geometry:
+class Geometry:
     """Boxes of a tensor that are held, and by which ranks: the same for all tensors cut alike."""
 
     def __init__(
@@ -211,7 +223,7 @@ class _Geometry:
         self.ranks_of = [frozenset(held) for held in ranks]
         self.ranks = frozenset(rank for held in ranks for rank in held)
         self._number = {box: i for i, box in enumerate(boxes)}
-        self._covers: dict[tuple[int, Box], list[_Cut] | Box] = {}
+        self._covers: dict[tuple[int, Box], list[Cut] | Box] = {}
         self._one_tiling: bool | None = None
         self._sorted = list(range(len(boxes)))
         self._starts: list[int] = []
@@ -225,7 +237,7 @@ class _Geometry:
             self._reach = max(box.shape[dim] for box in boxes)
             self._dim = dim
 
-    def cover(self, rank: int, box: Box) -> list[_Cut] | Box:
+    def cover(self, rank: int, box: Box) -> list[Cut] | Box:
         """Return the cuts that make up `box` on `rank`, or the first part that nobody holds."""
         at = (rank if rank in self.ranks else -1, box)
         found = self._covers.get(at)
@@ -242,7 +254,7 @@ class _Geometry:
         last = bisect_left(self._starts, low + box.shape[self._dim])
         return self._sorted[first:last]
 
-    def _cover(self, rank: int, box: Box) -> list[_Cut] | Box:
+    def _cover(self, rank: int, box: Box) -> list[Cut] | Box:
         same = self._number.get(box)
         if same is not None and (rank not in self.ranks or rank in self.ranks_of[same]):
             found = [(same, box)]
@@ -258,9 +270,7 @@ class _Geometry:
                 if isinstance(greedy, Box):
                     return greedy
                 found = greedy
-        return [
-            _Cut(common, i, rank in self.ranks_of[i], self.boxes[i], box) for i, common in found
-        ]
+        return [Cut(common, i, rank in self.ranks_of[i], self.boxes[i], box) for i, common in found]
 
     def _are_one_tiling(self) -> bool:
         """Whether the boxes held, replicas taken once, tile the tensor: then any cut does."""
