@@ -115,21 +115,31 @@ def _experts(target: Target, sizes: Sizes, make: Make, every: bool) -> Iterator[
         yield "dense", Work(name=label, run=partial(torch.matmul, x, weight[0].t()), flops=flops)
         for name in names:
             op: Any = resolve("grouped_linear", target=target, require=name)
-            for what, run in (
-                ("forward", partial(op.forward, x, weight, counts)),
-                ("input gradient", partial(op.input_grad, dy, weight, counts)),
-                ("weight gradient added", partial(op.weight_grad, dy, x, counts, buffer)),
-            ):
-                yield name, Work(name=f"{label}, {what}", run=run, flops=flops)
+            for spread, given in {"": counts, ", uneven": _uneven(counts)}.items():
+                for what, run in (
+                    ("forward", partial(op.forward, x, weight, given)),
+                    ("input gradient", partial(op.input_grad, dy, weight, given)),
+                    ("weight gradient added", partial(op.weight_grad, dy, x, given, buffer)),
+                ):
+                    if every or not spread:
+                        yield name, Work(name=f"{label}, {what}{spread}", run=run, flops=flops)
         if every and Fp8Recipe().refusal(target) is None:
             # With all casts but the weight's, which in training is one for all micro-batches.
             fp8 = Fp8GroupedLinear(
                 Fp8Recipe(), experts, target, emulate=not cuda, keeps_weight=True
             )
-            given = (x.requires_grad_(), weight.requires_grad_(), counts)
+            arguments = (x.requires_grad_(), weight.requires_grad_(), counts)
             for name, op in ((names[0], resolve("grouped_linear", target=target)), ("fp8", fp8)):
-                run = partial(_there_and_back, op, given, dy)
+                run = partial(_there_and_back, op, arguments, dy)
                 yield name, Work(name=f"{label}, forward and backward", run=run, flops=3 * flops)
+
+
+def _uneven(counts: Tensor) -> Tensor:
+    """As many rows in all, from none for the first expert to twice the mean for the last."""
+    share = torch.arange(len(counts), device=counts.device)
+    found = share * counts.sum() // share.sum()
+    found[-1] += counts.sum() - found.sum()
+    return found
 
 
 def _there_and_back(op: Any, given: tuple[Any, ...], dy: Tensor) -> None:
