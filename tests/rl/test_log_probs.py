@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,23 @@ import torch
 from torch import Tensor
 
 from mcore_data import ByteTokenizer
-from mcore_inference import LLM, SamplingParams, WeightLink, model_tensors
-from mcore_models import build_model
-from mcore_parallel import Group, ParallelConfig, ParallelMesh, RngKey
+from mcore_inference import (
+    LLM,
+    SamplingParams,
+    WeightLink,
+    allowed_probabilities,
+    model_tensors,
+)
+from mcore_kernels import Kernels, VocabShard, fused_head_log_probs
+from mcore_models import GPT, TokenBatch, build_model
+from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, VocabParallelHead, gather_logits
 from mcore_parallel.testing import RankPool
 from mcore_rl import (
+    GRPOLoss,
     LogProbKind,
     LogProbs,
+    PolicyBatch,
+    PolicyLossInput,
     Rollout,
     make_environment,
     play_together,
@@ -40,15 +51,27 @@ def rule(kind: LogProbKind, sampling: SamplingParams, num_ids: int = VOCABULARY)
     return LogProbs(kind=kind, sampling=sampling, num_ids=num_ids)
 
 
+def of_logits(by: LogProbs, logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of a model with these logits: its head multiplies by the identity."""
+    kernels, size = Kernels(), logits.shape[1]
+    return fused_head_log_probs(
+        logits,
+        torch.eye(size),
+        labels,
+        linear=kernels.linear,
+        op=kernels.cross_entropy,
+        shard=VocabShard(vocab_size=size),
+        changes=by.changes(VocabParallelHead(size, size)),
+    ).log_prob
+
+
 def test_known_values() -> None:
     """U55: probabilities .5 .3 .15 .05, top_p .8, token 0: raw and processed, both selectable."""
     logits = torch.tensor([PROBS]).log().requires_grad_()
     sampling = SamplingParams(temperature=1.0, top_p=0.8)
     found = {}
     for kind in ("raw", "processed"):
-        value = rule(kind, sampling, 4).of_logits(
-            logits, torch.tensor([0]), torch.ones(1), Group.single(), vocab_size=4
-        )
+        value = of_logits(rule(kind, sampling, 4), logits, torch.tensor([0]))
         (gradient,) = torch.autograd.grad(value.sum(), logits)
         found[kind] = value.item(), gradient[0]
     assert found["raw"][0] == pytest.approx(-0.693147, abs=1e-6)
@@ -59,23 +82,32 @@ def test_known_values() -> None:
     torch.testing.assert_close(found["raw"][1], torch.tensor([0.5, -0.3, -0.15, -0.05]))
 
 
-def test_temperature_ids_and_places_that_do_not_count() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2)
-    warm = SamplingParams(temperature=2.0, top_k=1)
-    labels, mask = torch.tensor([2, 0]), torch.tensor([1.0, 0.0])
-    value = rule("processed", warm, 3).of_logits(logits, labels, mask, Group.single(), vocab_size=4)
-    # Token 3 is no id of the tokenizer; where the mask is 0 nothing is cut but that.
-    free = (logits[1, :3] / 2).log_softmax(-1)[0]
-    torch.testing.assert_close(value, torch.stack([torch.zeros(()), free]))
+def test_temperature_and_ids() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2).requires_grad_()
+    value = of_logits(
+        rule("processed", SamplingParams(temperature=2.0), 3), logits, torch.tensor([2, 0])
+    )
+    # Token 3 is no id of the tokenizer.
+    free = (logits[:, :3] / 2).log_softmax(-1)[[0, 1], [2, 0]]
+    torch.testing.assert_close(value, free)
+    found, expected = (torch.autograd.grad(one.exp().sum(), logits) for one in (value, free))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_drawn_token_counts_as_kept() -> None:
     """At the edge of a cut two sides may differ by a rounding: then the ratio is finite."""
     logits = torch.tensor([[1.0, 1.0 - 1e-7, 0.0]])
-    value = rule("processed", SamplingParams(temperature=1.0, top_k=1), 3).of_logits(
-        logits, torch.tensor([1]), torch.ones(1), Group.single(), vocab_size=3
-    )
+    by = rule("processed", SamplingParams(temperature=1.0, top_k=1), 3)
+    value = of_logits(by, logits, torch.tensor([1]))
     assert value.item() == pytest.approx(math.log(0.5), abs=1e-5)
+
+
+def test_a_cut_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    by = rule("processed", SAMPLINGS["both"], 9)
+    whole = of_logits(by, logits, torch.arange(7))
+    monkeypatch.setattr("mcore_rl.log_probs._CUT_AT_A_TIME", 22)
+    assert torch.equal(of_logits(by, logits, torch.arange(7)), whole)
 
 
 def score(
@@ -148,3 +180,68 @@ def test_ratio_is_one_over_two_ranks(ranks: RankPool, layout: str, engine: str, 
         assert (found - said).abs().max() <= 1e-5
         assert [r.tokens for r in rollouts] == [r.tokens for r in expected[0]]
         torch.testing.assert_close(found, expected[1], rtol=0, atol=1e-5)
+
+
+def plain(model: GPT, batch: PolicyBatch, sampling: SamplingParams, num_ids: int) -> Tensor:
+    """The same from whole logits, by torch's own functions."""
+    logits = gather_logits(
+        model.stage_forward(batch), model.mesh.tp, vocab_size=model.config.vocab_size
+    )[:, :num_ids]
+    allowed = allowed_probabilities(logits, [sampling] * len(logits)) > 0
+    allowed.scatter_(1, batch.labels[:, None], True)  # type: ignore[index]
+    warm = (logits / sampling.temperature).masked_fill(~allowed, -torch.inf)
+    return warm.log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]  # type: ignore[index]
+
+
+def loss_gradients(layout: str, rows: int, cap: float | None) -> dict[str, list[Tensor]]:
+    """Gradients of GRPO's loss, from chunks of three tokens and from whole logits."""
+    mesh = ParallelMesh.create(ParallelConfig.parse(layout))
+    assert mesh is not None
+    config = replace(model_config(vocab_size=rows), logit_softcap=cap)
+    model = build_model(config, mesh, key=RngKey(1))
+    assert isinstance(model.lm_head, VocabParallelHead)
+    by, generator = rule("processed", SAMPLINGS["both"]), torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (2, 14), generator=generator)
+    mask = (torch.arange(14) >= torch.tensor([[5], [8]])).float().flatten()
+    columns = torch.randn(2, 28, generator=generator)
+    base = TokenBatch.from_samples(tokens, labels=tokens.roll(-1, 1), loss_mask=mask)
+    batch = PolicyBatch(
+        **vars(base),
+        behaviour=columns[0] - 3,
+        advantages=columns[1],
+        own_lengths=torch.full((28,), 9.0),
+    )
+    found: dict[str, list[Tensor]] = {}
+    for chunks in (True, False):
+        if chunks:
+            value = model.log_probs(batch, changes=by.changes(model.lm_head), chunk_tokens=3)
+        else:
+            value = plain(model, batch, by.sampling, VOCABULARY)
+        inputs = PolicyLossInput(
+            log_probs=value,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            mask=mask,
+            lengths=batch.own_lengths,
+        )
+        total = GRPOLoss(clip_high=5.0)(inputs).total
+        parameters = dict(model.named_parameters())
+        grads = torch.autograd.grad(total, list(parameters.values()))
+        for name, one in zip(("loss", *parameters), (total.detach(), *grads), strict=True):
+            found.setdefault(name, []).append(one)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(("rows", "cap"), [(VOCABULARY, 2.0), (300, None)])
+def test_loss_and_gradient_are_those_of_whole_logits(
+    ranks: RankPool, rows: int, cap: float | None
+) -> None:
+    """Vocabulary whole and over two ranks, of which the second has few ids or padding."""
+    for found in (
+        loss_gradients("tp=1", rows, cap),
+        *ranks.run(loss_gradients, 2, "tp=2", rows, cap),
+    ):
+        for name, (chunks, whole) in found.items():
+            assert whole.any(), name
+            torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-5, msg=name)

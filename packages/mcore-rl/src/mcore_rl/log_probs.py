@@ -3,7 +3,7 @@
 Importance ratios compare what the trainer says of a token with what the engine said when it drew
 it. They are 1 before the first update only if both speak of the same distribution.
 
-T tokens, V vocabulary, v this rank's (padded) share of it.
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_inference import Completion, SamplingParams, allowed_probabilities
-from mcore_parallel import Group, VocabLossOp, gather_logits
-from mcore_parallel.tensor import vocab_parallel_log_prob
+from mcore_kernels import LogitsChange
+from mcore_parallel import VocabParallelHead, gather_logits
+
+_CUT_AT_A_TIME = 2**25  # logits, of which a cut makes several copies in float64
 
 LogProbKind = Literal["processed", "raw"]
 
@@ -46,59 +49,68 @@ class LogProbs:
         """Return what the engine said of each token that it drew."""
         return completion.logprobs if self.kind == "raw" else completion.sampling_logprobs
 
-    def of_logits(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        mask: Tensor,
-        group: Group,
-        *,
-        vocab_size: int,
-        op: VocabLossOp | None = None,
-    ) -> Tensor:
-        """Return the log-probability of each label [T] float32, with gradient, on every rank.
+    def changes(self, head: VocabParallelHead) -> tuple[LogitsChange, ...]:
+        """Return what makes of the model's logits those of the distribution, under this rule.
 
-        Communicates over `group`: per-token numbers and, where top-k or top-p cut, the logits.
-
-        Args:
-            logits: [T, v], this rank's columns.
-            labels: [T] int64.
-            mask: [T], 0 where the result does not matter and nothing is cut.
-            group: the ranks that share the vocabulary.
-            vocab_size: V, the model's rows.
-            op: the vocabulary loss to use.
+        For `GPT.log_probs`. Where top-k or top-p cut, it gathers logits over the group of `head`,
+        a bounded number at a time.
         """
-        if self.kind == "processed":
-            logits = self._processed(logits, labels, mask, group, vocab_size)
-        return vocab_parallel_log_prob(logits, labels, group, vocab_size=vocab_size, op=op)
+        if self.kind == "raw" or not self._does_something(head):
+            return ()
+        return (_Processed(self.sampling, self.num_ids, head),)
 
-    def _processed(
-        self, logits: Tensor, labels: Tensor, mask: Tensor, group: Group, vocab_size: int
-    ) -> Tensor:
-        """Return logits [T, v] whose softmax is the distribution that was drawn from."""
-        sampling, columns = self.sampling, logits.shape[-1]
-        hidden: Tensor | None = None
-        if self.num_ids < vocab_size:
-            ids = torch.arange(columns, device=logits.device) + group.rank * columns
+    def _does_something(self, head: VocabParallelHead) -> bool:
+        sampling = self.sampling
+        cuts = bool(sampling.top_k) or sampling.top_p < 1
+        return cuts or sampling.temperature != 1 or self.num_ids < head.vocab_size
+
+
+class _Processed:
+    """`LogitsChange` to logits whose softmax is the distribution that was drawn from.
+
+    t tokens, each of which was drawn: its label counts among what is kept.
+    """
+
+    def __init__(self, sampling: SamplingParams, num_ids: int, head: VocabParallelHead) -> None:
+        self.sampling = sampling
+        self.num_ids = num_ids
+        self.group = head.group
+        self.vocab_size = head.vocab_size
+        self.first, self.rows = head.shard.start, head.shard.rows
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `LogitsChange`; logits [t, V of this shard, without padding]."""
+        columns, hidden = logits.shape[1], None
+        if self.num_ids < self.vocab_size:
+            ids = self.first + torch.arange(columns, device=logits.device)
             hidden = (ids >= self.num_ids).expand_as(logits)
-        if sampling.top_k or sampling.top_p < 1:
-            cut = self._cut(logits.detach(), labels, mask, group, vocab_size)
+        if self.sampling.top_k or self.sampling.top_p < 1:
+            cut = self._cut(logits, labels)
             hidden = cut if hidden is None else hidden | cut
-        if sampling.temperature != 1:
-            logits = logits.float() / sampling.temperature
-        return logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
+        if self.sampling.temperature != 1:
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            logits = logits.to(wide) / self.sampling.temperature
+        if hidden is not None:
+            logits = logits.masked_fill_(hidden, -torch.inf)
+        return logits, None
 
-    def _cut(
-        self, logits: Tensor, labels: Tensor, mask: Tensor, group: Group, vocab_size: int
-    ) -> Tensor:
-        """Return which of my columns [T, v] top-k and top-p cut off; none where the mask is 0."""
-        columns = logits.shape[-1]
-        rows = mask.nonzero()[:, 0]
-        whole = gather_logits(logits[rows], group, vocab_size=vocab_size)[:, : self.num_ids]
-        kept = allowed_probabilities(whole, [self.sampling] * len(rows)) > 0
-        kept.scatter_(1, labels[rows, None], True)
-        padded = kept.new_zeros(len(rows), columns * group.size)
-        padded[:, : self.num_ids] = kept
-        cut = torch.zeros_like(logits, dtype=torch.bool)
-        cut[rows] = ~padded[:, group.rank * columns :][:, :columns]
+    def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor:
+        """See `LogitsChange`. What is hidden has probability 0, and so its gradient is 0."""
+        return grad if self.sampling.temperature == 1 else grad.div_(self.sampling.temperature)
+
+    def _cut(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Which of my columns [t, V] top-k and top-p cut off."""
+        cut = torch.empty_like(logits, dtype=torch.bool)
+        size = max(1, _CUT_AT_A_TIME // self.vocab_size)
+        for start in range(0, len(logits), size):
+            some = slice(start, start + size)
+            cut[some] = self._cut_some(logits[some], labels[some])
         return cut
+
+    def _cut_some(self, logits: Tensor, labels: Tensor) -> Tensor:
+        columns, group = logits.shape[1], self.group
+        padded = F.pad(logits, (0, self.rows - columns))
+        whole = gather_logits(padded, group, vocab_size=self.vocab_size)[:, : self.num_ids]
+        kept = allowed_probabilities(whole, [self.sampling] * len(labels)) > 0
+        kept.scatter_(1, labels[:, None], True)
+        return ~F.pad(kept, (0, self.first + columns - self.num_ids))[:, self.first :]

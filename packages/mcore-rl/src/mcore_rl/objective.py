@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_models import GPT, AuxiliaryLosses, GlobalCounts
-from mcore_parallel import ParallelMesh, RngKey, all_reduce
+from mcore_parallel import ParallelMesh, RngKey, VocabParallelHead, all_reduce
 from mcore_rl.batch import PolicyBatch
 from mcore_rl.log_probs import LogProbs
 from mcore_rl.losses import PolicyCounts, PolicyLoss, PolicyLossInput
@@ -108,15 +108,11 @@ def token_log_probs(
     rng: RngKey | None = None,
     auxiliary: AuxiliaryLosses | None = None,
 ) -> Tensor:
-    """Return ln π of every label of the batch [T] float32; for the last pipeline stage."""
-    assert batch.labels is not None
-    assert batch.loss_mask is not None
-    logits = model.stage_forward(batch, hidden, rng=rng, auxiliary=auxiliary)
-    return rule.of_logits(
-        logits,
-        batch.labels,
-        batch.loss_mask,
-        model.mesh.tp,
-        vocab_size=model.config.vocab_size,
-        op=model.kernels.cross_entropy,
+    """Return ln π [T] of the labels in the batch's loss mask, 0 of others; at least float32.
+
+    For the last pipeline stage. Logits are never whole (`GPT.log_probs`).
+    """
+    assert isinstance(model.lm_head, VocabParallelHead)
+    return model.log_probs(
+        batch, hidden, rng=rng, auxiliary=auxiliary, changes=rule.changes(model.lm_head)
     )
