@@ -12,9 +12,12 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt.advice import advice
+from mcore_ckpt.cli import main
+from mcore_ckpt.hf.sink import SafetensorsSink
 from mcore_ckpt.local import find_local, save_local
 from mcore_ckpt.storage import LocalStorage
 from mcore_parallel.layout import LayoutTensor, TensorLayout
+from mcore_parallel.mapping import TensorMeta
 
 
 @pytest.fixture
@@ -71,6 +74,35 @@ def test_a_full_disk_of_a_machine(small_disk: Path) -> None:
     assert found is not None
     assert found.step == 1
     assert len(os.listdir(small_disk)) == 1
+
+
+def test_commands_on_a_full_disk(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that helps, what is read is intact, and nothing half-written takes up room."""
+    run = str(small_disk / "run")
+    for step in (1, 2):
+        state = {"config": {"model": {"size": 256}}}
+        mcore_ckpt.save(run, step=step, tensors=tensors(350, float(step)), state=state)
+    new = str(small_disk / "new")
+    for command in (
+        ["reshard", run, new, "--chunk-size", "64KiB"],
+        ["average", f"{run}/step_00000001", run, "--to", new],
+        ["convert", "--from", "native", run, "--to", "dcp", new],
+        ["convert", "--from", "native", run, "--to", "native", new],
+    ):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("mcore-ckpt: [Errno 28] ")
+        assert "No space left on device: free space there" in err
+        assert err.count("\n") == 1
+        assert not [path for path in small_disk.rglob("*") if path.is_file() and "new" in str(path)]
+    sink = SafetensorsSink(new + "-hf", {"w": TensorMeta((350, 256), torch.float32)})
+    with pytest.raises(OSError, match="No space left on device"), sink:
+        sink.write("w", tensors(350, 1.0)["w"].tensor)
+    assert not list(small_disk.glob("new-hf*"))
+    assert main(["verify", run]) == 0
+    assert main(["prune", run, "--keep-last", "1"]) == 0
+    assert main(["convert", "--from", "native", run, "--to", "dcp", new]) == 0
 
 
 class Refusing(LocalStorage):

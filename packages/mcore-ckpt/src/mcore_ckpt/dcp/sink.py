@@ -108,7 +108,13 @@ class DcpSink:
     def _put(self, index: MetadataIndex, value: Any) -> None:
         file = self._opened()
         start = file.tell()
-        torch.save(value, file)
+        told = _Telling(file)
+        try:
+            torch.save(value, told)
+        except RuntimeError:
+            if told.error is not None:
+                raise told.error from None
+            raise
         self._stored[index] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
     def _opened(self) -> BinaryIO:
@@ -141,6 +147,26 @@ class DcpSink:
         buffer = io.BytesIO()
         pickle.dump(metadata, buffer)
         finish_folder(self._partial, self._folder, {METADATA: buffer.getvalue()})
+
+
+class _Telling:
+    """A file that remembers what the disk refused: torch says only that it is not where it was."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """Write some bytes."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Hand the bytes over to the system."""
+        self._file.flush()
 
 
 def _described(meta: TensorMeta) -> TensorStorageMetadata:
