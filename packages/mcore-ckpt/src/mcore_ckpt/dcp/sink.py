@@ -110,7 +110,7 @@ class DcpSink:
         start = file.tell()
         told = _Telling(file)
         try:
-            torch.save(value, told)
+            torch.save(value, told)  # type: ignore[arg-type]  # write and flush are all it needs
         except RuntimeError:
             if told.error is not None:
                 raise told.error from None
