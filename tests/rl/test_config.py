@@ -93,7 +93,11 @@ def test_refusals(sections: dict[str, Any], message: str) -> None:
         ({"environment": {"name": "count_in"}}, 1, "did you mean 'count_on'"),
         ({"environment": {"name": "count_on", "options": {"digits": 0}}}, 1, "digits=0"),
         ({"environment": {"name": "count_on", "options": {"base": 11}}}, 1, "base=11 must lie"),
-        ({"environment": {"name": "count_on", "options": {"terms": 2}}}, 1, "count_on: .*terms"),
+        (
+            {"environment": {"name": "count_on", "options": {"terms": 2}}},
+            1,
+            "no option 'terms': did you",
+        ),
         ({"environment": {"name": "no_such_module:X"}}, 1, "No module named 'no_such_module'"),
         ({"environment": {"name": "small_runs:Oddness"}}, 1, "small_runs has no class 'Oddness'"),
         ({"tokenizer": "nowhere"}, 1, "nowhere: no tokenizer"),

@@ -159,7 +159,10 @@ def test_rows_without_a_sample_change_nothing(tmp_path: Path) -> None:
         ({**RAMP, **SIZES}, "batch.ramp and batch.sizes: each says how the batch grows, give one"),
         ({"ramp": {"start": 3, "increment": 2, "samples": 9}}, "not reached from 3 .*nearest: 7"),
         ({"sizes": {"starts": [0, 4], "batches": [4, 6]}}, "ends with 6 samples"),
-        ({"ramp": {"start": 8, "by": 2}}, "unknown key batch.ramp.by: did you mean"),
+        (
+            {"ramp": {"start": 8, "by": 2}},
+            "unknown key batch.ramp.by: known in batch.ramp are start, increment, samples",
+        ),
         ({"last": "keep"}, "batch.last: input should be 'join', 'drop' or 'pad'"),
     ],
 )

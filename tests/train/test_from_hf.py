@@ -54,7 +54,7 @@ def test_the_architecture_comes_from_the_folder(folder: Path, tmp_path: Path) ->
     assert config_from_tree(config_to_tree(made)) == made
     with pytest.raises(ValueError, match=r"has no config\.json: no Hugging Face model folder"):
         config_from_tree(toy_tree(model={"hf": str(tmp_path)}))
-    with pytest.raises(ValueError, match=r"unknown key model\.hf: did you mean"):
+    with pytest.raises(ValueError, match=r"model\.preset and model\.hf: each says what"):
         config_from_tree(toy_tree(model={"hf": str(folder), "preset": "smollm2-135m"}))
 
 

@@ -88,6 +88,18 @@ def test_one_field_of_a_part_of_a_preset_is_changed(monkeypatch: pytest.MonkeyPa
     [
         (["--model.num_layer", "3"], "unknown key model.num_layer: did you mean model.num_layers?"),
         (["--sedd", "3"], "unknown key sedd: did you mean seed?"),
+        (["--lr", "3"], "unknown key lr: did you mean schedule.lr?"),
+        (["--optimizer.lr", "3"], "unknown key optimizer.lr: did you mean schedule.lr?"),
+        (
+            ["--micro-batch-size", "3"],
+            "unknown key micro_batch_size: did you mean batch.micro_size?",
+        ),
+        (["--windows_", "3"], "unknown key windows_: did you mean evaluate.windows?"),
+        (["--kind", "3"], "unknown key kind: did you mean optimizer.kind or schedule.kind?"),
+        (
+            ["--train-iters", "3"],
+            "unknown key train_iters: known at the top are model, steps, seed",
+        ),
         (["--optimizer.betas", "3"], "unknown key optimizer.betas: did you mean optimizer.beta"),
         (["--steps", "many"], "steps: input should be a valid integer.*got 'many'"),
         (["--schedule.kind", "cosin"], "schedule.kind: input should be 'cosine'"),

@@ -196,3 +196,10 @@ def test_options_that_would_not_be_read() -> None:
     tree = toy_tree(data={"mock": False, "blend": [0.5, "a", 2, "b"]})
     assert config_from_tree(tree).data.blend == ("0.5", "a", "2", "b")
     assert config_from_tree(config_to_tree(config_from_tree(tree))) == config_from_tree(tree)
+
+
+def test_a_tokenizer_that_is_not_there_is_found_out_with_random_tokens_too() -> None:
+    with pytest.raises(ValueError, match="nowhere: no tokenizer"):
+        open_datasets(toy(data={"mock": True, "tokenizer": "nowhere"}))
+    with pytest.raises(ValueError, match=r"vocab_size=64 is smaller than the 257 tokens of byte"):
+        open_datasets(toy(data={"mock": True, "tokenizer": "byte"}, model={"vocab_size": 64}))

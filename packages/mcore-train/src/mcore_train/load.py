@@ -4,6 +4,7 @@ The dataclasses are the only source of names, types and defaults; pydantic conve
 """
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -69,12 +70,15 @@ def from_tree(kind: type[C], tree: Mapping[str, Any]) -> C:
     tree = dict(tree)
     model = tree.get("model")
     if isinstance(model, Mapping):
-        for key, base_of in (("preset", _preset), ("hf", _hf), ("checkpoint", _checkpoint)):
-            if key in model:
-                base = base_of(str(model[key]))
-                tree["model"] = _merged(base, {k: v for k, v in model.items() if k != key})
-                break
-    tree = _checked(tree, kind, "")
+        bases = {"preset": _preset, "hf": _hf, "checkpoint": _checkpoint}
+        given = [key for key in bases if key in model]
+        if len(given) > 1:
+            names = " and ".join(f"model.{key}" for key in given)
+            raise ValueError(f"{names}: each says what the model starts from, give one")
+        for key in given:
+            base = bases[key](str(model[key]))
+            tree["model"] = _merged(base, {k: v for k, v in model.items() if k != key})
+    tree = _checked(tree, kind, "", root=kind)
     try:
         config: C = _adapter(cast(Any, kind)).validate_python(tree)
     except ValidationError as error:
@@ -211,8 +215,8 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
-    """Return the tree with plain values as their fields take them.
+def _checked(tree: Mapping[str, Any], kind: Any, place: str, *, root: Any) -> dict[str, Any]:
+    """Return the tree with plain values as their fields take them; `root` is the whole config.
 
     Numbers become text where a field is text (a folder named 2024), and text becomes words where a
     field is a row of words (`pattern: "*- *-"`).
@@ -222,11 +226,9 @@ def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind)]
     for key, value in tree.items():
         if key not in names:
-            raise ValueError(
-                f"unknown key {place}{key}: did you mean {place}{nearest(str(key), names)}?"
-            )
+            raise ValueError(f"unknown key {place}{key}: {_advice(str(key), names, place, root)}")
         if isinstance(value, Mapping) and (inner := _dataclass_in(hints[key])) is not None:
-            checked[key] = _checked(value, inner, f"{place}{key}.")
+            checked[key] = _checked(value, inner, f"{place}{key}.", root=root)
         elif isinstance(value, int | float) and _is_text(hints[key]):
             checked[key] = str(value)
         elif isinstance(value, str) and _is_words(hints[key]):
@@ -236,6 +238,31 @@ def _checked(tree: Mapping[str, Any], kind: Any, place: str) -> dict[str, Any]:
         else:
             checked[key] = value
     return checked
+
+
+def _advice(key: str, names: list[str], place: str, root: Any) -> str:
+    """What may have been meant: a field of this name elsewhere, or of a name like it."""
+    everywhere = _places(root)
+    leaves = {path.rpartition(".")[2] for path in everywhere}
+    found = [path for path in everywhere if path.rpartition(".")[2] == key]
+    if not found:
+        found = [f"{place}{name}" for name in difflib.get_close_matches(key, names, n=1)]
+    if not found and (like := difflib.get_close_matches(key, leaves, n=1, cutoff=0.75)):
+        found = [path for path in everywhere if path.rpartition(".")[2] == like[0]]
+    if not found:
+        return f"known {'in ' + place[:-1] if place else 'at the top'} are {', '.join(names)}"
+    *first, last = found[:4]
+    return f"did you mean {', '.join(first) + ' or ' if first else ''}{last}?"
+
+
+def _places(kind: Any, place: str = "") -> list[str]:
+    """The dotted names of all fields of a config."""
+    hints = typing.get_type_hints(kind)
+    places = []
+    for name in (field.name for field in dataclasses.fields(kind)):
+        inner = _dataclass_in(hints[name])
+        places += [f"{place}{name}"] if inner is None else _places(inner, f"{place}{name}.")
+    return places
 
 
 def _is_words(hint: Any) -> bool:

@@ -59,11 +59,11 @@ def open_datasets(config: TrainConfig) -> Datasets:
             not fit together; or the tokenizer has more tokens than the model.
     """
     data = config.data
-    if data.mock:
-        return _mock(config)
-    corpus = corpus_of(data)
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     _check_vocabulary(config, tokenizer)
+    if data.mock:
+        return _mock(config, tokenizer)
+    corpus = corpus_of(data)
     files = _Files(config, corpus.split, tokenizer)
     assert corpus.train is not None
     train, sampler = _training(config, corpus.train, files)
@@ -77,14 +77,14 @@ def open_datasets(config: TrainConfig) -> Datasets:
     )
 
 
-def _mock(config: TrainConfig) -> Datasets:
+def _mock(config: TrainConfig, tokenizer: Tokenizer | None) -> Datasets:
     family, windows = family_of(config), config.evaluate.windows
     train = family.mock(MOCK_SAMPLES, config, config.seed)
     return Datasets(
         train=train,
         sampler=_shuffled(config, train),
         validation={"validation": family.mock(windows, config, config.seed + 1)},
-        tokenizer=None,
+        tokenizer=tokenizer,
     )
 
 
