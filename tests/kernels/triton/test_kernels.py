@@ -270,6 +270,14 @@ def test_what_torch_asks_of_an_operator(target: Target) -> None:
     torch.library.opcheck(kernels.activation.default, arguments, test_utils=checks)
 
 
+def test_differentiating_twice_is_an_error(target: Target) -> None:
+    x = torch.randn(3, 8, device=target.device_type, requires_grad=True)
+    swiglu = resolve("swiglu", target=target, require="triton")
+    (found,) = torch.autograd.grad(swiglu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        found.sum().backward()
+
+
 # torch's tracer makes an instance of every autograd function, against its own advice.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_losses_pages_and_eight_bits_compile_in_one_graph(target: Target) -> None:

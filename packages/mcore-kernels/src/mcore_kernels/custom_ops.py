@@ -53,9 +53,19 @@ class OpLibrary:
         return call
 
     def differentiate(
-        self, name: str, backward: Callable[..., Any], *, keep: Callable[..., None]
+        self,
+        name: str,
+        backward: Callable[..., Any],
+        *,
+        keep: Callable[..., None],
+        twice: bool = False,
     ) -> None:
-        """Give the operator a gradient: `keep(ctx, inputs, output)`, `backward(ctx, *grads)`."""
+        """Give the operator a gradient: `keep(ctx, inputs, output)`, `backward(ctx, *grads)`.
+
+        Unless `backward` can be differentiated itself (`twice`), who asks for that gets an error.
+        """
+        if not twice:
+            backward = torch.autograd.function.once_differentiable(backward)
         torch.library.register_autograd(
             f"mcore_kernels::{name}", backward, setup_context=keep, lib=self._library
         )

@@ -220,6 +220,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dsinks = None if sinks is None else sinks_grad(grads[0], out, lse, sinks)

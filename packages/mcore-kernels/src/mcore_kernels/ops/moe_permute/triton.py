@@ -160,6 +160,7 @@ class _Permute(torch.autograd.Function):
         return _moe_spread(x, None, order, places)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         return _moe_combine(grads[0], None, places), None, None
@@ -174,6 +175,7 @@ class _Unpermute(torch.autograd.Function):
         return _moe_combine(x, weights, places)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, order, places = ctx.saved_tensors
         dx = _moe_spread(grads[0], weights, order, places)

@@ -38,6 +38,7 @@ class _RmsNorm(torch.autograd.Function):
         return rounded(torch.mul(normed, _factor(weight, zero_centered, wide)), x.dtype)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         wide = rstd.dtype

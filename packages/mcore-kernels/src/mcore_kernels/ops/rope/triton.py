@@ -195,7 +195,7 @@ def _gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, None, None, None, None
 
 
-_LIBRARY.differentiate("rope", _gradients, keep=_keep)
+_LIBRARY.differentiate("rope", _gradients, keep=_keep, twice=True)
 
 
 class TritonRope:
