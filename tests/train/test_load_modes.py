@@ -87,6 +87,39 @@ def test_without_optimizer_or_random_streams(trained: Path) -> None:
     assert weights_equal(weights, trained)
 
 
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_the_precision_may_change_and_masters_stay(tmp_path: Path, first: str, second: str) -> None:
+    """Weights and moments come as they were kept, in fp32; parameters are these, rounded once."""
+    checkpoint = {"directory": str(tmp_path)}
+    pretrain(toy(model=SMALL, steps=2, checkpoint=checkpoint, precision=first), nproc=1)
+    opened = mcore_ckpt.open(tmp_path)
+    assert {info.dtype for info in opened.manifest.tensors.values()} == {"float32"}
+    kept = opened["model/layers.0.mlp.up.weight"]
+    assert not torch.equal(kept, kept.bfloat16().float()), "more than a copy in 16 bits"
+    trainer = Trainer(
+        build_session(
+            toy(model=SMALL, checkpoint={"load": str(tmp_path)}, precision=second),
+            ParallelMesh.single(),
+        )
+    )
+    trainer.load()
+    assert trainer.step == 2
+    seen = set()
+    for held in trainer.session.optimizer.state_tensors().values():
+        assert held.tensor.dtype == torch.float32
+        for fragment, view in held.views():
+            assert torch.equal(view, opened[fragment.name][fragment.box.slices]), fragment.name
+            seen.add(fragment.name)
+    assert seen == set(opened)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[second]
+    model = trainer.session.model
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype
+        for fragment, view in model.specs()[name].layout.views(parameter.detach()):
+            expected = opened[f"model/{fragment.name}"][fragment.box.slices].to(dtype)
+            assert torch.equal(view, expected), fragment.name
+
+
 def test_what_does_not_fit(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error by default; or told, in a warning or a line, and the rest is loaded."""
     deeper = {"num_layers": 3}

@@ -156,6 +156,33 @@ def test_resume_under_another_layout(
             assert delta <= allowed * (2 if kind == "exp_avg_sq" else 1), name
 
 
+def test_tied_embeddings_under_another_padding(ranks: RankPool, tmp_path: Path) -> None:
+    """61 tokens are padded to 64 rows, then to 62, with the head on another stage than they.
+
+    What is saved has neither the padding nor the head's copy, and the run goes on as one.
+    """
+    batch = {"global_size": 4, "micro_size": 1}
+
+    def run(folder: Path, layout: str, steps: int) -> None:
+        parallel = ParallelConfig.parse(layout)
+        config = run_config(folder, model=GPT2_DRESS, steps=steps, batch=batch)
+        tree = config_to_tree(dataclasses.replace(config, parallel=parallel))
+        world = parallel.tp * parallel.pp * (parallel.dp or 1)
+        ranks.run(run_rank, world, tree, timeout=120)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, "dp=1", 3)
+    run(parts, "tp=4", 2)
+    run(parts, "tp=2,pp=2,sp", 3)
+    for row, wanted in zip(training_rows(parts), training_rows(whole), strict=True):
+        assert row[:3] == pytest.approx(wanted[:3], rel=1e-5)
+    ours, theirs = tensors(parts, 3), tensors(whole, 3)
+    assert list(ours) == list(theirs)
+    assert ours["model/embedding.weight"].shape == (61, 32)
+    assert "model/lm_head.weight" not in ours
+    torch.testing.assert_close(ours["model/embedding.weight"], theirs["model/embedding.weight"])
+
+
 def test_new_schedule_after_loading(tmp_path: Path) -> None:
     """U20: loaded weights, step reset, another schedule: its rates hold from the first step on."""
     old = tmp_path / "old"
