@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_kernels import SoftCap
+from mcore_kernels.ops.cross_entropy.head import LOGITS_BYTES
 from mcore_kernels.ops.linear.fp8 import Fp8Linear
 from mcore_kernels.quant import Fp8Recipe
 from mcore_models import (
@@ -24,8 +25,10 @@ from mcore_models import (
     TokenBatch,
     build_model,
 )
-from mcore_models.common.head_loss import of_logits, takes_chunks
+from mcore_models.common.head_loss import TokenLoss, of_logits, takes_chunks
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey, init_from_env
+from mcore_parallel.cost import ModelShape, Planner, Workload, machine, shape
+from mcore_parallel.cost.layer import LOGITS_BYTES as ESTIMATED_BYTES
 from mcore_parallel.data import data_parallel
 from mcore_parallel.testing import RankPool
 
@@ -350,3 +353,38 @@ def test_log_probabilities_need_labels() -> None:
     batch = replace(example(), labels=None)
     with pytest.raises(ValueError, match="log-probabilities need labels, and the batch has none"):
         build().log_probs(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [({}, "dp=1"), ({}, "dp=1,zero=2"), ({"tied_embeddings": True}, "dp=1")],
+    ids=["buffer", "reduced each time", "tied"],
+)
+def test_the_cost_of_a_head_is_what_it_keeps(changes: dict[str, Any], layout: str) -> None:
+    """In bytes, from forward to backward; and as many logits at a time as the estimate says."""
+    mesh = ParallelMesh.create(ParallelConfig.parse(layout))
+    model = build(mesh, dtype=torch.bfloat16, **changes)
+    buckets_of(model)
+    batch = example()
+    kept: dict[int, int] = {}
+    sizes = ModelShape(
+        hidden_size=CONFIG.hidden_size,
+        vocab_size=V,
+        layers=shape("llama-3-8b").layers[:1],
+        tied_embeddings=model.config.tied_embeddings,
+    )
+    work = Workload(batch=2, micro_batch=2, seq_length=S)
+    draft = Planner(sizes, machine("h200"), 1).draft(model.mesh.config, work)
+    hidden = torch.randn(2 * S, CONFIG.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        wanted = TokenLoss(counts=counts_of(batch), unit_gradient=True)
+        loss = model._result(hidden, batch, wanted)
+    assert loss.requires_grad
+    of_norm = hidden.numel() * 2
+    assert sum(kept.values()) == draft.stages.head.kept - of_norm
+    assert ESTIMATED_BYTES == LOGITS_BYTES

@@ -23,6 +23,7 @@ from mcore_parallel.cost import (
     points,
     shape,
 )
+from mcore_parallel.cost.layer import LOGITS_BYTES
 from mcore_parallel.cost.place import place
 from mcore_parallel.cost.shapes import deepseek_v3_shape, gpt_shape
 
@@ -224,18 +225,55 @@ def test_layers_that_attend_in_turn_cost_their_mean() -> None:
 
 
 def test_memory_measured_on_gpus() -> None:
-    """The four layouts of docs/benchmarks/training-h200.md, what the allocator held."""
-    measured = {"one GPU": 60.1, "data parallel 2": 44.5, "tensor parallel 2": 30.1}
-    measured["pipeline 2"] = 33.2
-    seen = 0
-    for point in points():
-        for name, size in measured.items():
-            if point.name == f"llama3-8b-8layers, {name}":
-                found = point.estimate()
-                held = (found.peak_memory - found.machine.reserved) / 2**30
-                assert held == pytest.approx(size, rel=0.05), name
-                seen += 1
-    assert seen == len(measured)
+    """docs/benchmarks/training-h200.md, what the allocator held.
+
+    Some runs are of the time when logits and their gradient were whole, which the fullest rank of a
+    pipeline has none of; one had a single chunk of them.
+    """
+    of_layout = {point.name.partition(", ")[2]: point for point in points()}
+    measured = [("one GPU", 57.2, None), ("one GPU", 58.3, 1), ("one GPU", 60.1, 2)]
+    measured += [("data parallel 2", 44.5, 2), ("tensor parallel 2", 30.1, 2)]
+    for name, size, logits in [*measured, ("pipeline 2", 33.2, None)]:
+        point = of_layout[name]
+        found = point.estimate()
+        held = found.peak_memory - found.machine.reserved
+        if logits is not None:
+            whole = 2 * 8192 * 128256 / found.config.tp
+            held += logits * whole - min(whole, LOGITS_BYTES)
+        assert held / 2**30 == pytest.approx(size, rel=0.04), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "weights"),
+    [
+        ("tp=2", LLAMA, 0),
+        ("tp=2 dp=2 zero=2", LLAMA, 1),
+        ("tp=2", replace(LLAMA, tied_embeddings=True), 1),
+        ("tp=2 dp=2 zero=3", replace(LLAMA, predictions=1), 2),
+        ("tp=2", replace(LLAMA, predictions=1), 1),
+    ],
+    ids=["buffer", "reduced each time", "tied", "further, reduced", "further"],
+)
+def test_gradients_of_the_head_wait_for_the_backward_pass(
+    layout: str, model: ModelShape, weights: int
+) -> None:
+    """That of the weight in a buffer of its own, unless there is one that lasts."""
+    world = 4 if "dp" in layout else 2
+    planner = Planner(model, H100, world)
+    work = Workload(batch=4, seq_length=4096)
+    stages = planner.draft(ParallelConfig.parse(layout), work).stages
+    states = (1 + model.predictions) * 4096 * 4096 * (2 + 2)
+    states += model.predictions * stages.costs[-1].kept
+    assert stages.head.kept == states + weights * 4 * 4096 * model.vocab_size / 2
+
+
+def test_the_head_of_each_micro_batch_waits_where_all_forward_passes_come_first() -> None:
+    def working(schedule: str, batch: int) -> float:
+        return cost(f"pp=2 schedule={schedule}", 2, batch=batch).memory[1].working
+
+    assert working("1f1b", 8) == working("1f1b", 4)
+    more = 4 * (2 + 2) * 4096 * 4096  # what the norm was given, and the gradient of the states
+    assert working("gpipe", 8) - working("gpipe", 4) == more
 
 
 def test_parts_add_up_and_estimates_are_reused() -> None:

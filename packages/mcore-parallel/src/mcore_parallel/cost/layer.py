@@ -6,6 +6,7 @@ memory is bytes, activations are bf16 unless said otherwise.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from mcore_parallel.context.kinds import ContextKind
@@ -25,7 +26,10 @@ from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Workload
 
-_BF16 = 2.0
+_BF16, _FP32 = 2.0, 4.0
+LOGITS_BYTES = 2.0**30
+"""Of how many bytes the head has logits at a time, unless a run says otherwise."""
+
 _NAMES = {
     AttentionShape: "attention",
     MambaShape: "mamba",
@@ -93,7 +97,7 @@ class _Rows(NamedTuple):
 class LayerCost(NamedTuple):
     """A layer's passes for one micro-batch. kept: bytes that a forward leaves for its backward.
 
-    working: bytes in use on top while the layer is recomputed.
+    working: bytes in use on top while the layer is recomputed, or the head makes its loss.
     """
 
     passes: Passes
@@ -135,8 +139,15 @@ def layer_cost(
     return LayerCost(passes, kept, 0.0)
 
 
-def head_cost(vocab: int, hidden: int, place: Place, work: Workload) -> LayerCost:
-    """Return what the head and the loss take: a bf16 product and three sweeps over the logits."""
+def head_cost(
+    vocab: int, hidden: int, place: Place, work: Workload, *, own_buffer: bool
+) -> LayerCost:
+    """Return what the head and the loss take: a bf16 product and three sweeps over the logits.
+
+    Gradients are made in the forward pass, a chunk of logits at a time, and wait: that of the
+    hidden states in bf16, that of the weight in fp32 unless it is added to what holds the
+    gradients of the step all the time (own_buffer).
+    """
     plain = work.precision.format == "bf16"
     bf16 = work if plain else Workload(batch=work.batch, seq_length=work.seq_length)
     passes = _product(Product(hidden, vocab, "column"), place, bf16)
@@ -145,7 +156,13 @@ def head_cost(vocab: int, hidden: int, place: Place, work: Workload) -> LayerCos
     forward = Times(streaming=place.machine.stream(2 * logits), tp=gather)
     backward = Times(streaming=place.machine.stream(2 * logits), tp=gather)
     passes = passes.plus(Passes(forward, backward))
-    return LayerCost(passes, 2 * logits + place.share * hidden * _BF16, 0.0)
+    chunk = logits / max(1, math.ceil(logits / LOGITS_BYTES))
+    states, weight = place.tokens * hidden, hidden * vocab / place.tp
+    kept = place.share * hidden * _BF16 + states * _BF16  # what the norm was given; the gradient
+    working = chunk + (states * _BF16 if place.sequence_parallel else 0.0)
+    if not own_buffer:  # it is rounded when the backward pass comes
+        kept, working = kept + weight * _FP32, max(working, weight * _BF16)
+    return LayerCost(passes, kept, working)
 
 
 def embedding_cost(hidden: int, place: Place, work: Workload) -> LayerCost:

@@ -30,7 +30,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank; working: of recomputation, gathers and logits."""
+    """Bytes of one rank; working: of recomputation, gathers, head and loss."""
 
     parameters: float
     gradients: float

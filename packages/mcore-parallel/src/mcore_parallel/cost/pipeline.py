@@ -100,6 +100,16 @@ def live_chunks(config: ParallelConfig, stage: int, micro_batches: int) -> int:
     return min(m, (p - stage) * (1 + more))
 
 
+def live_heads(config: ParallelConfig, micro_batches: int) -> int:
+    """Return for how many micro-batches there are gradients of the head at most.
+
+    They are made in the forward pass of the last chunk, which its backward pass follows at once.
+    """
+    if config.schedule == "gpipe":
+        return micro_batches
+    return min(micro_batches, 1 + int(config.overlap_expert_exchange))
+
+
 def _largest_group(count: int, size: int, least: int) -> int:
     full, rest = divmod(count, size)
     if not full:

@@ -143,7 +143,7 @@ class Planner:
         stages = Stages(
             division,
             lambda layer, kind: self._layer(layer, here, work, kind),
-            self._both_ends(here, work),
+            self._both_ends(config, here, work),
         )
         memory = stages.memory(count, self.machine, work.precision)
         return Draft(config, work, count, here, stages, memory)
@@ -190,15 +190,21 @@ class Planner:
             self._layers[key] = layer_cost(layer, self.shape.hidden_size, here, work, kind)
         return self._layers[key]
 
-    def _both_ends(self, here: Place, work: Workload) -> tuple[LayerCost, LayerCost]:
+    def _both_ends(
+        self, config: ParallelConfig, here: Place, work: Workload
+    ) -> tuple[LayerCost, LayerCost]:
         """What embedding and head take, further predictions included."""
-        key = (here, work.recompute, work.precision, work.runtime)
+        shape = self.shape
+        # A table that the embedding shares gets its gradients through autograd.
+        own_buffer = config.sharding in ("none", "optimizer") and not shape.tied_embeddings
+        key = (here, work.recompute, work.precision, work.runtime, own_buffer)
         if key not in self._ends:
-            shape = self.shape
-            head = head_cost(shape.vocab_size, shape.hidden_size, here, work)
-            found = head
+            sizes = shape.vocab_size, shape.hidden_size
+            found = head_cost(*sizes, here, work, own_buffer=own_buffer)
+            # The factor of a further loss is known only later: its gradients wait.
+            again = head_cost(*sizes, here, work, own_buffer=False)
             for _ in range(shape.predictions):
-                found = self._further(found, head, here, work)
+                found = self._further(found, again, here, work)
             self._ends[key] = embedding_cost(shape.hidden_size, here, work), found
         return self._ends[key]
 
@@ -212,7 +218,7 @@ class Planner:
         return LayerCost(
             passes.plus(Passes(once, once, once)),
             found.kept + layer.kept + head.kept,
-            layer.working,
+            max(found.working, layer.working, head.working),
         )
 
     def _message(self, config: ParallelConfig, here: Place, work: Workload) -> float:

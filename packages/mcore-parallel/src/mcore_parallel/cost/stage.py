@@ -11,7 +11,7 @@ from mcore_parallel.cost.architecture import LayerShape, ModelShape
 from mcore_parallel.cost.layer import LayerCost, Passes
 from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.memory import Held, Memory, held_by_ends, held_by_layer, shards, states
-from mcore_parallel.cost.pipeline import live_chunks
+from mcore_parallel.cost.pipeline import live_chunks, live_heads
 from mcore_parallel.cost.work import Precision
 
 Mix: TypeAlias = tuple[int, ...]
@@ -107,6 +107,10 @@ class Stages:
         for stage, content in enumerate(self.stages):
             held, kept, working = self._state(content)
             live = live_chunks(config, stage, micro_batches) / config.chunks
+            if content.last:
+                heads = live_heads(config, micro_batches)
+                before, with_head = (heads - 1) * self.head.kept, heads * self.head.kept
+                working = max(before + working, with_head + self.head.working)
             parameters, gradients, optimizer = states(held, ranks, precision, config.sharding)
             memory.append(
                 Memory(
@@ -121,7 +125,7 @@ class Stages:
         return tuple(memory)
 
     def _state(self, content: Content) -> tuple[Held, float, float]:
-        """Parameters, bytes that one micro-batch keeps, bytes in use for a while."""
+        """Parameters; bytes that a micro-batch keeps in layers, and that these use for a while."""
         if content not in self._states:
             self._states[content] = self._find_state(content)
         return self._states[content]
@@ -136,7 +140,6 @@ class Stages:
                 kept += count * cost.kept
                 working = max(working, cost.working)
         if content.last:
-            working = max(working, self.head.kept)
             joined = Held(dense=2.0 * shape.hidden_size**2 / self.config.tp)
             last = held_by_layer(shape.layers[-1], shape.hidden_size, self.config)
             held = held.plus(last.plus(joined), shape.predictions)
