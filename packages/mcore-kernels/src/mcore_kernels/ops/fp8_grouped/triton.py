@@ -51,11 +51,12 @@ class TritonFp8Grouped(ReferenceFp8Grouped):
             return super().amax(x, counts)
         ends = _ends(counts, x.device)
         bits = torch.zeros(len(counts), dtype=torch.int32, device=x.device)
-        grid = num_places(counts, x.shape[0]) // ROOM, triton.cdiv(x.shape[1], 256)
+        block, warps = tuned("fp8_grouped_amax", x.device, "block", "warps")
+        grid = num_places(counts, x.shape[0]) // ROOM, triton.cdiv(x.shape[1], block)
         with on_device(x):
             amax_kernel[grid](
-                x, bits, ends, len(counts), x.shape[1], x.stride(0), BLOCK=256,
-                EXPERTS=_wide(len(counts)), num_warps=8,
+                x, bits, ends, len(counts), x.shape[1], x.stride(0), BLOCK=block,
+                EXPERTS=_wide(len(counts)), num_warps=warps,
             )  # fmt: skip
         return bits.view(torch.float32)
 

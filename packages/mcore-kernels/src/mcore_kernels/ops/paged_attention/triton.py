@@ -21,9 +21,7 @@ from torch import Tensor
 from mcore_kernels.custom_ops import OpLibrary, interpreted, on_device, programs
 from mcore_kernels.ops.attention.base import merge_sinks
 from mcore_kernels.ops.paged_attention.reference import PAGED_CALL, check_pages, paged_fake
-
-_PART = 512
-"""The fewest keys that are worth a program of their own."""
+from mcore_kernels.tuning import tuned
 
 
 @triton.jit
@@ -204,6 +202,9 @@ def _paged(
     lse = q.new_full((parts, tokens, heads), -torch.inf, dtype=torch.float32)
     q = q if q.stride(2) == 1 or size == 1 else q.contiguous()
     widen = interpreted(q)
+    keys, keys_of_wide, warps, stages = tuned(
+        "paged_attention", q.device, "keys", "keys_of_wide", "warps", "stages"
+    )
     if tokens and sequences and max_seqlen_q:
         with on_device(q):
             _paged_kernel[(blocks_q, kv_heads * parts, sequences)](
@@ -216,9 +217,10 @@ def _paged(
                 SOFTCAP=softcap is not None, K_SCALE=key_scale is not None,
                 V_SCALE=value_scale is not None, WIDEN=widen,
                 PRECISION="ieee" if widen or q.dtype == torch.float32 else "tf32",
-                GROUP=padded, BLOCK_Q=block_q, BLOCK_N=64 if size <= 128 else 32,
+                GROUP=padded, BLOCK_Q=block_q, BLOCK_N=keys if size <= 128 else keys_of_wide,
                 SIZE=max(16, triton.next_power_of_2(size)),
-                VALUE_SIZE=max(16, triton.next_power_of_2(value_size)), num_warps=4, num_stages=2,
+                VALUE_SIZE=max(16, triton.next_power_of_2(value_size)), num_warps=warps,
+                num_stages=stages,
             )  # fmt: skip
     if parts > 1:
         merged = lse.logsumexp(0)
@@ -235,6 +237,10 @@ _call = _LIBRARY.when_compiled(f"paged_attention{PAGED_CALL}", _paged, fake=page
 
 
 def _parts(q: Tensor, count: int, most_keys: int) -> int:
-    """Into how many parts the keys are cut, so that `count` programs a part fill the device."""
+    """Into how many parts the keys are cut, so that `count` programs a part fill the device.
+
+    Fewer keys than "part" are not worth a program of their own.
+    """
     wanted = programs(q, per_processor=2) // max(1, count)
-    return max(1, min(wanted, most_keys // _PART, 16))
+    (part,) = tuned("paged_attention", q.device, "part")
+    return max(1, min(wanted, most_keys // part, 16))
