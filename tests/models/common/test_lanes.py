@@ -20,7 +20,7 @@ from mcore_models import (
     llama,
 )
 from mcore_models.common import MoE
-from mcore_models.common.batch import TokenContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.lanes import split_lanes
 from mcore_models.common.recompute import RecomputeConfig
 from mcore_parallel import ParallelConfig, ParallelMesh, RngKey

@@ -96,7 +96,7 @@ def test_fresh_masks_in_the_backward_pass_would_be_found(monkeypatch: pytest.Mon
         def fresh(x: Tensor, p: float, key: RngKey, rows: Tensor, calls: Any = calls) -> Tensor:
             return dropout(x, p, key.fold(next(calls)), rows)
 
-        monkeypatch.setattr("mcore_models.common.batch.dropout", fresh)
+        monkeypatch.setattr("mcore_models.common.context.dropout", fresh)
         found.append(train(RecomputeConfig(mode=mode))[0])
     plain, again = found
     assert torch.equal(plain["loss"], again["loss"])

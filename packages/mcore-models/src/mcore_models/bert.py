@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_models.common.auxiliary import AuxiliaryLosses
-from mcore_models.common.batch import GlobalCounts, TokenBatch, TokenContext
+from mcore_models.common.batch import GlobalCounts, TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.dense import Dense
 from mcore_models.common.embedding import TokenTypeEmbedding
 from mcore_models.common.head_loss import TokenLogProbs, TokenLoss

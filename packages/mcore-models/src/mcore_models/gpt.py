@@ -13,14 +13,9 @@ from torch import Tensor, nn
 
 from mcore_kernels import LogitsChange, SoftCap
 from mcore_models.common.auxiliary import AuxiliaryLosses
-from mcore_models.common.batch import (
-    GlobalCounts,
-    KVCache,
-    ResidualDropout,
-    TokenBatch,
-    TokenContext,
-)
+from mcore_models.common.batch import GlobalCounts, TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import KVCache, ResidualDropout, TokenContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.embedding import PositionEmbedding
 from mcore_models.common.head_loss import (

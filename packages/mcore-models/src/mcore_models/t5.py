@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from mcore_models.bert import padded_batch
 from mcore_models.common.auxiliary import AuxiliaryLosses
-from mcore_models.common.batch import (
-    GlobalCounts,
-    KVCache,
-    ResidualDropout,
-    TokenBatch,
-    TokenContext,
-)
+from mcore_models.common.batch import GlobalCounts, TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import KVCache, ResidualDropout, TokenContext
 from mcore_models.common.encoder_decoder import Stack, StackContext
 from mcore_models.common.head_loss import TokenLogProbs, TokenLoss
 from mcore_models.common.relative_bias import relative_bias

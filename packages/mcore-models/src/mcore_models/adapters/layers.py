@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_models.adapters.config import LoRAConfig
-from mcore_models.common.batch import TokenContext
+from mcore_models.common.context import TokenContext
 from mcore_parallel import Group, Init, ParamSpec, dropout, scatter_to_group
 from mcore_parallel.collectives import (
     copy_to_group,

@@ -12,8 +12,8 @@ from mcore_models.adapters.config import LoRAConfig
 from mcore_models.adapters.layers import Adapter, Linear, part_names
 from mcore_models.build import DEFAULT_KEY
 from mcore_models.changes import check_matches, refuse_together
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.block import Block
+from mcore_models.common.context import TokenContext
 from mcore_models.common.latent_attention import LatentAttention
 from mcore_models.gpt import GPT
 from mcore_parallel import RngKey, initialise

@@ -2,15 +2,10 @@
 
 from mcore_models.common.attention import Attention
 from mcore_models.common.auxiliary import AuxiliaryLosses
-from mcore_models.common.batch import (
-    GlobalCounts,
-    KVCache,
-    ResidualDropout,
-    TokenBatch,
-    TokenContext,
-)
+from mcore_models.common.batch import GlobalCounts, TokenBatch
 from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext, Builder, import_builders
+from mcore_models.common.context import KVCache, ResidualDropout, TokenContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.delta_net import DeltaNet
 from mcore_models.common.embedding import PositionEmbedding

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.norm import build_qk_norm
 from mcore_models.common.recompute import recomputed_attention
 from mcore_models.config import ModelConfig

@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from mcore_models.common.attention import Attention
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import (
     BuildContext,
     Builder,
@@ -18,6 +17,7 @@ from mcore_models.common.builder import (
     find_builder,
     wants_context,
 )
+from mcore_models.common.context import TokenContext
 from mcore_models.common.delta_net import DeltaNet
 from mcore_models.common.latent_attention import LatentAttention
 from mcore_models.common.mamba2 import Mamba2

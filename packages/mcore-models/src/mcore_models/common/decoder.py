@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.block import Block
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.lanes import split_lanes
 from mcore_models.common.residual import Residual
 from mcore_models.config import ModelConfig

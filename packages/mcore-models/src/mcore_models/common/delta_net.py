@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_kernels import accumulation_dtype
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
 from mcore_models.common.causal_conv import CausalConv, Documents
+from mcore_models.common.context import TokenContext
 from mcore_models.common.norm import HeadRMSNorm
 from mcore_models.config import ModelConfig
 from mcore_parallel import Init, ParamSpec

@@ -10,8 +10,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mcore_models.common.batch import ResidualDropout, TokenBatch, TokenContext
+from mcore_models.common.batch import TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import ResidualDropout, TokenContext
 from mcore_models.common.mlp import MLP
 from mcore_models.common.norm import build_norm
 from mcore_models.common.recompute import recomputed_attention

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_models.common.batch import TokenBatch, TokenContext
+from mcore_models.common.batch import TokenBatch
+from mcore_models.common.context import TokenContext
 
 
 def split_lanes(context: TokenContext, lanes: int) -> list[tuple[TokenContext, slice]]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mcore_kernels import resolve, rope_cos_sin
-from mcore_models.common.batch import KVCache, TokenBatch, TokenContext
+from mcore_models.common.batch import TokenBatch
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import KVCache, TokenContext
 from mcore_models.common.norm import RMSNorm
 from mcore_models.common.recompute import recomputed_attention
 from mcore_models.common.whole_linear import WholeLinear

@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.config import GATES, ModelConfig
 from mcore_parallel import Init
 from mcore_parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.decoder import Decoder
 from mcore_models.common.norm import build_norm
 from mcore_models.common.whole_linear import WholeLinear

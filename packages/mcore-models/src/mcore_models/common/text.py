@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mcore_models.common.batch import KVCache, TokenBatch
+from mcore_models.common.batch import TokenBatch
+from mcore_models.common.context import KVCache
 from mcore_parallel.context import HeadExchange, WideRows
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mcore_models.common.batch import TokenContext
 from mcore_models.common.builder import BuildContext
+from mcore_models.common.context import TokenContext
 from mcore_models.common.mlp import MLP
 from mcore_models.common.moe.balance import (
     Z_LOSS,
