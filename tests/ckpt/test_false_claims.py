@@ -32,6 +32,10 @@ def claim(step: Path, **fields: Any) -> None:
     """Have the manifest say something else of the tensor, and the marker vouch for it."""
     manifest = json.loads((step / "manifest.json").read_bytes())
     manifest["tensors"][NAME].update(fields)
+    vouch(step, manifest)
+
+
+def vouch(step: Path, manifest: Mapping[str, Any]) -> None:
     data = json.dumps(manifest).encode()
     (step / "manifest.json").write_bytes(data)
     marker = json.loads((step / "COMMIT").read_bytes())
@@ -77,6 +81,36 @@ def test_sizes_that_cannot_be_are_damage_that_is_told_in_one_line(
     target = LayoutTensor(torch.zeros(1, 32), TensorLayout.whole(NAME, (64, 32)).slice(0, 0, 1))
     with pytest.raises(mcore_ckpt.CheckpointError, match=r"manifest\.json is damaged"):
         mcore_ckpt.load(step, {"x": target})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", "1"),
+        ("step", -1),
+        ("step", 1.0),
+        ("state", ["a"]),
+        ("producer", "me"),
+        ("files", {"a": {"bytes": "7", "sha256": ""}}),
+        ("documents", [1]),
+        ("tensors", None),
+        ("version", 2**40),
+    ],
+)
+def test_fields_of_another_kind_are_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    step = save(tmp_path)
+    manifest = json.loads((step / "manifest.json").read_bytes())
+    vouch(step, {**manifest, field: value})
+    for command in (["inspect"], ["diff", str(step)], ["reshard", str(tmp_path / "new")]):
+        status, line = line_of([command[0], str(step), *command[1:]], capsys)
+        assert status == 2
+        assert line.startswith(f"mcore-ckpt: {step}/manifest.json ")
+    with pytest.raises(mcore_ckpt.CheckpointError, match=r"manifest\.json"):
+        mcore_ckpt.find(step)
+    vouch(step, manifest)
+    assert mcore_ckpt.open(step).step == 1
 
 
 # One chunk that its one checksum fits: nothing but memory says that it cannot be.

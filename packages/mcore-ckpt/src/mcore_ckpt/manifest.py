@@ -163,7 +163,7 @@ class Manifest:
         try:
             document = json.loads(data)
             found = (document["format"], document["version"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{where} is not a checkpoint manifest: {error!r}") from None
         if found[0] != FORMAT or not isinstance(found[1], int) or not 1 <= found[1] <= VERSION:
             raise NewerFormatError(
@@ -173,12 +173,17 @@ class Manifest:
         try:
             for key in ("tensors", "documents", "files"):
                 check_paths(document[key], "name")
+            for key in ("state", "producer"):
+                if not isinstance(document[key], dict):
+                    raise ValueError(f"{key} is {document[key]!r}, no object")
             return Manifest(
-                step=document["step"],
+                step=_whole_number("step", document["step"]),
                 tensors={name: _tensor(entry) for name, entry in document["tensors"].items()},
                 documents={path: int(crc, 16) for path, crc in document["documents"].items()},
                 files={
-                    name: FileInfo(num_bytes=entry["bytes"], sha256=entry["sha256"])
+                    name: FileInfo(
+                        num_bytes=_whole_number(name, entry["bytes"]), sha256=str(entry["sha256"])
+                    )
                     for name, entry in document["files"].items()
                 },
                 state=document["state"],
@@ -219,6 +224,12 @@ def _tensor(entry: Mapping[str, Any]) -> TensorInfo:
     if len(info.crc32) != info.grid.num_chunks:
         raise ValueError(f"{len(info.crc32)} checksums for {info.grid.num_chunks} chunks")
     return info
+
+
+def _whole_number(what: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r}, no whole number from 0 on")
+    return value
 
 
 def _extents(entry: Mapping[str, Any], field: str, least: int) -> tuple[int, ...]:
