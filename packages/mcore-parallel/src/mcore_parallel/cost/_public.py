@@ -1,19 +1,16 @@
 """The public names of the package, in one place; `mcore_parallel.cost` passes them on lazily."""
 
-from mcore_parallel.cost.architecture import (
-    AttentionShape,
-    Counts,
-    DeltaNetShape,
-    ExpertsShape,
-    LayerShape,
-    MambaShape,
-    MLPShape,
-    ModelShape,
-    Part,
-    count_layer,
-)
+from mcore_parallel.cost.architecture import Counts, LayerShape, ModelShape, count_layer
 from mcore_parallel.cost.machines import MACHINES, Link, Machine, Rate, machine
 from mcore_parallel.cost.memory import Memory
+from mcore_parallel.cost.parts import (
+    AttentionShape,
+    DeltaNetShape,
+    ExpertsShape,
+    MambaShape,
+    MLPShape,
+    Part,
+)
 from mcore_parallel.cost.planner import Estimate, Planner, check_fit, estimate
 from mcore_parallel.cost.published import Point, points
 from mcore_parallel.cost.ranking import Ranking, ladder, layouts, rank

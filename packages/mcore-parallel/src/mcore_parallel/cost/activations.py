@@ -6,13 +6,7 @@ written out, these are the formulas of Korthikanti et al. 2022 (arXiv:2205.05198
 
 from __future__ import annotations
 
-from mcore_parallel.cost.architecture import (
-    AttentionShape,
-    ExpertsShape,
-    MLPShape,
-    Part,
-    Recurrent,
-)
+from mcore_parallel.cost.parts import AttentionShape, ExpertsShape, MLPShape, Part, Recurrent
 from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Workload
 

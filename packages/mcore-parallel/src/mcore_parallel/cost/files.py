@@ -20,16 +20,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mcore_parallel.cost.architecture import (
+from mcore_parallel.cost.architecture import LayerShape, ModelShape
+from mcore_parallel.cost.machines import Link, Machine, Rate, machine
+from mcore_parallel.cost.parts import (
     AttentionShape,
     DeltaNetShape,
     ExpertsShape,
-    LayerShape,
     MambaShape,
     MLPShape,
-    ModelShape,
 )
-from mcore_parallel.cost.machines import Link, Machine, Rate, machine
 from mcore_parallel.cost.shapes import shape
 
 _KINDS = {

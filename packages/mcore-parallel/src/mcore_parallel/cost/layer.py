@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from mcore_parallel.context.kinds import ContextKind
 from mcore_parallel.cost.activations import kept_by_norm, kept_by_part
-from mcore_parallel.cost.architecture import (
+from mcore_parallel.cost.architecture import LayerShape
+from mcore_parallel.cost.machines import Machine
+from mcore_parallel.cost.parts import (
     AttentionShape,
     DeltaNetShape,
     ExpertsShape,
-    LayerShape,
     MambaShape,
     MLPShape,
     Part,
     Product,
     Recurrent,
 )
-from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.place import Place
 from mcore_parallel.cost.work import Workload
 

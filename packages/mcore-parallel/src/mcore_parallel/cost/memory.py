@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.architecture import ExpertsShape, LayerShape, ModelShape
+from mcore_parallel.cost.architecture import LayerShape, ModelShape
+from mcore_parallel.cost.parts import ExpertsShape
 from mcore_parallel.cost.work import Precision
 
 

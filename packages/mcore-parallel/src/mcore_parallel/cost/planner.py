@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 from mcore_parallel.config import ParallelConfig, check_sequence
 from mcore_parallel.context.kinds import ContextKind, check_context_attention, parse_kinds
-from mcore_parallel.cost.architecture import (
-    AttentionShape,
-    LayerShape,
-    MLPShape,
-    ModelShape,
-    Recurrent,
-)
+from mcore_parallel.cost.architecture import LayerShape, ModelShape
 from mcore_parallel.cost.data import data_parallel_time, optimizer_time
 from mcore_parallel.cost.layer import (
     LayerCost,
@@ -26,6 +20,7 @@ from mcore_parallel.cost.layer import (
 )
 from mcore_parallel.cost.machines import Machine
 from mcore_parallel.cost.memory import Memory
+from mcore_parallel.cost.parts import AttentionShape, MLPShape, Recurrent
 from mcore_parallel.cost.pipeline import PipelineTime, pipeline_time
 from mcore_parallel.cost.place import Place, place, reach
 from mcore_parallel.cost.stage import Division, Stages, divide

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.cost.architecture import (
+from mcore_parallel.cost.architecture import ModelShape
+from mcore_parallel.cost.parts import (
     AttentionShape,
     DeltaNetShape,
     ExpertsShape,
     MambaShape,
     MLPShape,
-    ModelShape,
 )
 from mcore_parallel.cost.planner import Estimate, Planner
 from mcore_parallel.cost.work import Workload

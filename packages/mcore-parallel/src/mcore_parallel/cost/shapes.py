@@ -11,13 +11,8 @@ import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from mcore_parallel.cost.architecture import (
-    AttentionShape,
-    ExpertsShape,
-    LayerShape,
-    MLPShape,
-    ModelShape,
-)
+from mcore_parallel.cost.architecture import LayerShape, ModelShape
+from mcore_parallel.cost.parts import AttentionShape, ExpertsShape, MLPShape
 
 
 def llama_shape(
