@@ -4,7 +4,7 @@ import pytest
 
 from mcore_models import MoEConfig
 from mcore_parallel import ParallelConfig
-from mcore_train.config import BatchConfig, DataConfig
+from mcore_train.data_config import BatchConfig, DataConfig
 from mcore_train.load import config_from_tree
 
 TOY = config_from_tree(

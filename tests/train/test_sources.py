@@ -14,7 +14,8 @@ from mcore_parallel import ParallelConfig
 from mcore_parallel.testing import RankPool
 from mcore_train.callbacks import read_metrics
 from mcore_train.cli import main
-from mcore_train.config import DataConfig, TrainConfig
+from mcore_train.config import TrainConfig
+from mcore_train.data_config import DataConfig
 from mcore_train.load import config_from_tree, config_to_tree
 from mcore_train.pretrain import pretrain, run_rank
 from mcore_train.sources import open_datasets

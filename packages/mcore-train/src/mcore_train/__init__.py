@@ -2,8 +2,6 @@
 
 from mcore_train.checkpoint_config import CheckpointConfig
 from mcore_train.config import (
-    BatchConfig,
-    DataConfig,
     EvaluateConfig,
     LogConfig,
     LossConfig,
@@ -12,6 +10,7 @@ from mcore_train.config import (
     TrainConfig,
     WorldPlan,
 )
+from mcore_train.data_config import BatchConfig, DataConfig
 from mcore_train.load import config_from_tree, config_to_tree, load_config, recipe_names
 from mcore_train.pretrain import RunSummary, check_run, default_callbacks, pretrain, run_rank
 from mcore_train.schedules import learning_rate

@@ -22,7 +22,8 @@ from mcore_data import (
     document_ranges,
     load_tokenizer,
 )
-from mcore_train.config import BatchConfig, DataConfig, TrainConfig
+from mcore_train.config import TrainConfig
+from mcore_train.data_config import BatchConfig, DataConfig
 from mcore_train.families import family_of
 
 SPLIT = "969,30,1"

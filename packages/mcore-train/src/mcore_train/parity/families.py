@@ -21,14 +21,8 @@ from mcore_models import (
     MTPConfig,
     T5Config,
 )
-from mcore_train.config import (
-    BatchConfig,
-    DataConfig,
-    LogConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from mcore_train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from mcore_train.data_config import BatchConfig, DataConfig
 from mcore_train.denoising import MaskingOptions, SpanOptions
 
 FAMILIES = ("gpt", "moe", "hybrid", "bert", "t5")
