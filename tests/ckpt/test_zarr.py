@@ -1,11 +1,14 @@
-"""Plain zarr reads every array, in a process that has nothing of ours."""
+"""Plain zarr reads every array, in a process that has nothing of ours; and so does tensorstore."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import tensorstore
 import torch
 
 import mcore_ckpt
@@ -71,3 +74,25 @@ def test_plain_zarr_reads_every_array(tmp_path: Path) -> None:
         assert torch.equal(
             opened.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
         )
+
+
+# Other tools know nothing of checksums or of the manifest: the metadata must be all they need.
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"file_bytes": 256}], ids=str)
+def test_plain_tensorstore_reads_every_array(tmp_path: Path, options: dict[str, Any]) -> None:
+    values = {
+        "model/layers.0.attention.q.weight": torch.randn(9, 7),
+        "model/brain": torch.randn(5, 13).bfloat16(),
+        "exp_avg/cube": torch.randn(3, 4, 5, dtype=torch.float64),
+        "exp_avg/scalar": torch.tensor(7),
+    }
+    tensors = {
+        name: LayoutTensor(value, TensorLayout.whole(name, tuple(value.shape)))
+        for name, value in values.items()
+    }
+    path = mcore_ckpt.save(tmp_path, step=1, tensors=tensors, chunk_bytes=64, **options)
+    for name, value in values.items():
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/{name}"}}
+        array = tensorstore.open(spec, open=True).result()
+        assert array.shape == tuple(value.shape)
+        found = torch.from_numpy(np.atleast_1d(array.read().result()))
+        assert torch.equal(found.view(value.dtype).view(value.shape), value)
