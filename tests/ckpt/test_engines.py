@@ -102,7 +102,7 @@ def test_a_disk_that_refuses(storage: LocalStorage, engine: Engine) -> None:
 def test_the_error_of_the_system_is_kept(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(location: str, data: Any) -> None:
+    def full(location: str, data: Any, **options: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), location)
 
     monkeypatch.setattr(file_engine, "write_file", full)

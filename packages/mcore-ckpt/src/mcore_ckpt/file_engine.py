@@ -4,10 +4,15 @@ So it is written and read by plain system calls in several threads. Nobody reads
 commit, and nobody writes one after it: no lock and no rename is needed, which for small chunks cost
 several times what writing does. Whatever is done to a chunk is done by one thread, piece by piece,
 while a processor has the piece in its cache: taking it out of a tensor, the checksum, the write.
+
+Chunks are written past the system's page cache, where that can be: nobody reads them soon, and a
+copy in the cache takes as much of the processors as all the rest, and drives out what others read.
+They are read through it, since replicas on one machine read the same ones.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +25,7 @@ from mcore_ckpt.checksum import crc32
 from mcore_ckpt.dtypes import Array, stored_type
 from mcore_ckpt.engine import ChunkData, Engine, Region, Writing
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage import Readable, Storage, read_file, write_file
+from mcore_ckpt.storage import DIRECT, LARGE, Readable, Storage, read_file, will_read, write_file
 
 T = TypeVar("T")
 _BATCH_CHUNKS = 64
@@ -59,7 +64,8 @@ class FileEngine(Engine):
                     done, future = waiting.popleft()
                     inflight -= done
                     yield future.result()
-                waiting.append((size, pool.submit(_read, storage, region, _Scratch())))
+                stretch = _Stretch(storage, region)
+                waiting.append((size, pool.submit(stretch.read, _Scratch())))
                 inflight += size
             while waiting:
                 yield waiting.popleft()[1].result()
@@ -71,8 +77,11 @@ class FileEngine(Engine):
         scratch = _Scratch()
 
         def run(batch: Sequence[int]) -> None:
-            for number in batch:
-                take(number, _read(storage, regions[number], scratch))
+            stretches = [_Stretch(storage, regions[number]) for number in batch]
+            for stretch in stretches:  # the disk has all of them to do, while the first is taken
+                stretch.announce()
+            for number, stretch in zip(batch, stretches, strict=True):
+                take(number, stretch.read(scratch))
 
         share = sum(region.info.chunk_bytes for region in regions) // (4 * self.io_threads)
         batches = _batches(
@@ -97,9 +106,11 @@ class _Scratch(threading.local):
         self._bytes = np.empty(0, np.uint8)
 
     def of(self, num_bytes: int) -> Array:
-        """Return so many bytes; they are overwritten by the next call in this thread."""
+        """Return so many bytes, aligned; they are overwritten by the next call in this thread."""
         if self._bytes.nbytes < num_bytes:
-            self._bytes = np.empty(num_bytes, np.uint8)
+            memory = np.empty(num_bytes + DIRECT, np.uint8)
+            first = -memory.ctypes.data % DIRECT
+            self._bytes = memory[first : first + num_bytes]
         return self._bytes[:num_bytes]
 
 
@@ -129,7 +140,7 @@ class _Writing:
         for location, data in files:
             pieces = _Pieces(data, self._scratch)
             try:
-                write_file(location, pieces)
+                write_file(location, pieces, past_cache=pieces.aligned)
             except OSError as error:
                 text = f"cannot write chunk {location}: {error.strerror}"
                 raise OSError(error.errno, text) from None
@@ -138,20 +149,28 @@ class _Writing:
 
 
 class _Pieces:
-    """The bytes of an array of any strides, piece by piece, and the checksum of those taken."""
+    """The bytes of an array of any strides, piece by piece, and the checksum of those taken.
+
+    aligned: whether the pieces are as `write_file` needs them to go past the page cache.
+    """
 
     def __init__(self, data: Array, scratch: _Scratch) -> None:
         self.checksum = 0
         self._data = np.atleast_1d(data.squeeze())
         self._scratch = scratch
+        row_bytes = max(1, self._data.nbytes // max(1, len(self._data)))
+        rows = _BLOCK // row_bytes
+        unit = DIRECT // math.gcd(DIRECT, row_bytes)  # rows that are a multiple of DIRECT
+        if len(self._data) <= rows:  # it is one piece
+            unit = 1
+        self.aligned = data.nbytes >= LARGE and rows >= unit
+        self._rows = rows // unit * unit if self.aligned else max(1, rows)
 
     def __iter__(self) -> Iterator[memoryview]:
         data = self._data
-        row_bytes = data.nbytes // max(1, len(data))
-        rows = max(1, _BLOCK // max(1, row_bytes))
-        for start in range(0, len(data), rows):
-            piece = data[start : start + rows]
-            if not piece.flags.c_contiguous:
+        for start in range(0, len(data), self._rows):
+            piece = data[start : start + self._rows]
+            if self.aligned or not piece.flags.c_contiguous:
                 whole = self._scratch.of(piece.nbytes).view(piece.dtype).reshape(piece.shape)
                 np.copyto(whole, piece)
                 piece = whole
@@ -160,26 +179,44 @@ class _Pieces:
             yield block
 
 
-def _read(storage: Readable, region: Region, scratch: _Scratch) -> Array:
-    info = region.info
-    coordinates = [a // n for a, n in zip(region.box.start, info.chunk_shape, strict=True)]
-    location = storage.location(f"{region.array}/{info.grid.key_at(coordinates)}")
-    inside = [
-        slice(a - c * n, a - c * n + size)
-        for a, c, n, size in zip(
-            region.box.start, coordinates, info.chunk_shape, region.box.shape, strict=True
+class _Stretch:
+    """The bytes of a chunk's file that a region needs: those of its rows."""
+
+    def __init__(self, storage: Readable, region: Region) -> None:
+        info = region.info
+        coordinates = [a // n for a, n in zip(region.box.start, info.chunk_shape, strict=True)]
+        self._location = storage.location(f"{region.array}/{info.grid.key_at(coordinates)}")
+        self._info = info
+        self._inside = tuple(
+            slice(a - c * n, a - c * n + size)
+            for a, c, n, size in zip(
+                region.box.start, coordinates, info.chunk_shape, region.box.shape, strict=True
+            )
         )
-    ]
-    rows = inside[0] if inside else slice(0, 1)
-    stretch = (rows.stop - rows.start, *info.chunk_shape[1:]) if inside else ()
-    row_bytes = info.chunk_bytes // (info.chunk_shape[0] if inside else 1)
-    into = scratch.of((rows.stop - rows.start) * row_bytes)
-    array: Array = into.view(stored_type(info.dtype).zarr).reshape(stretch)
-    try:
-        read_file(location, into.data, start=rows.start * row_bytes, size=info.chunk_bytes)
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"cannot read chunk {location}: {error}") from None
-    return array[(slice(None), *inside[1:])] if inside else array
+        rows = self._inside[0] if self._inside else slice(0, 1)
+        self._shape = (rows.stop - rows.start, *info.chunk_shape[1:]) if self._inside else ()
+        row_bytes = info.chunk_bytes // (info.chunk_shape[0] if self._inside else 1)
+        self._start = rows.start * row_bytes
+        self._num_bytes = (rows.stop - rows.start) * row_bytes
+
+    def announce(self) -> None:
+        """Let the system begin to read it, if it is worth a call."""
+        if self._num_bytes >= LARGE:
+            will_read(self._location, self._start, self._num_bytes)
+
+    def read(self, scratch: _Scratch) -> Array:
+        """Return the region's values, in the scratch memory.
+
+        Raises:
+            CheckpointError: the file is missing, unreadable, or not as long as the chunk.
+        """
+        into = scratch.of(self._num_bytes)
+        array: Array = into.view(stored_type(self._info.dtype).zarr).reshape(self._shape)
+        try:
+            read_file(self._location, into.data, start=self._start, size=self._info.chunk_bytes)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot read chunk {self._location}: {error}") from None
+        return array[(slice(None), *self._inside[1:])] if self._inside else array
 
 
 def _batches(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 _SYNC_THREADS = 16
-_LARGE = 256 << 10  # bytes: smaller files are better written to the disk many at a time
+LARGE = 256 << 10  # bytes: smaller files are better written to the disk many at a time
+DIRECT = 4096  # bytes: what goes past the page cache is aligned to it
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -122,23 +124,67 @@ class LocalStorage:
                 pass
 
 
-def write_file(location: str, blocks: Iterable[bytes | memoryview]) -> None:
+def write_file(
+    location: str, blocks: Iterable[bytes | memoryview], *, past_cache: bool = False
+) -> None:
     """Write a file of these bytes, over an older one; bare calls: there may be thousands of them.
 
     A large one is on its way to the disk when this returns, so that a sync has less to wait for.
+
+    past_cache: where the system can, straight from the blocks to the disk, without a copy in the
+        page cache. For that a block begins at a multiple of `DIRECT` in memory and is a multiple of
+        it in length; what is not goes through the cache, and so does everything after it.
     """
-    descriptor = os.open(location, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor, direct = _create(location, past_cache)
     size = 0
     try:
         for block in blocks:
             left = memoryview(block)
+            if direct:
+                left = left[_write_direct(descriptor, left[: len(left) // DIRECT * DIRECT]) :]
+                if left:
+                    _through_cache(descriptor)
+                    direct = False
             size += len(left)
             while left:
                 left = left[os.write(descriptor, left) :]
-        if size >= _LARGE and (start := _write_back()) is not None:
+        if size >= LARGE and (start := _write_back()) is not None:
             start(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)  # a hint: the sync tells of errors
     finally:
         os.close(descriptor)
+
+
+def _create(location: str, past_cache: bool) -> tuple[int, bool]:
+    """Create a file; return its descriptor, and whether what is written goes past the cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    if past_cache and (direct := getattr(os, "O_DIRECT", 0)):
+        try:
+            return os.open(location, flags | direct, 0o666), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # what file systems say that cannot
+                raise
+    return os.open(location, flags, 0o666), False
+
+
+def _write_direct(descriptor: int, block: memoryview) -> int:
+    """Write to a file past the page cache; return how many bytes that took."""
+    done = 0
+    while done < len(block) and not done % DIRECT:
+        try:
+            done += os.write(descriptor, block[done:])
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a disk that wants more to be aligned
+                raise
+            break
+    return done
+
+
+def _through_cache(descriptor: int) -> None:
+    """Let what is written to a file from now on go through the page cache."""
+    import fcntl  # only there is what goes past it
+
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
 @functools.cache
@@ -151,6 +197,18 @@ def _write_back() -> Callable[[int, int, int, int], int] | None:
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     found: Callable[[int, int, int, int], int] = function
     return found
+
+
+def will_read(location: str, start: int, num_bytes: int) -> None:
+    """Tell the system that a part of a file is read soon: it begins to, and this returns."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):  # who reads it meets the error
+        descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def read_file(location: str, into: memoryview, *, start: int, size: int) -> None:
