@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as evaluate
@@ -123,7 +124,11 @@ class FlexPlan(Plan):
             out, lse = _attend(qh, kh, vh, self.mask, scale, softcap)
         else:
             kind = (*q.shape[1:], *v.shape[1:], str(q.dtype))
-            with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            # What a backward pass may give away is needed again where the graph is kept.
+            with (
+                torch._dynamo.config.patch(recompile_limit=VARIANTS),
+                torch._functorch.config.patch(donated_buffer=False),
+            ):
                 out, lse = _compiled(scale, softcap, kind)(qh, kh, vh, self.mask)
         out = out.transpose(1, 2)[..., : v.shape[-1]]
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
