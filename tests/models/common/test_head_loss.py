@@ -38,6 +38,15 @@ CONFIG = ModelConfig(
 )
 TERMS: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2}
 CHUNK = 5
+LIKE_GEMMA: dict[str, Any] = {
+    "tied_embeddings": True,
+    "logit_softcap": 1.5,
+    "embedding_scale": 4.0,
+    "norm_place": "both",
+    "zero_centered_norm": True,
+    "activation": "geglu_tanh",
+    "attention": AttentionConfig(softcap=2.0, window=5, local_layers=(0,)),
+}
 BIASED: dict[str, Any] = {
     "norm": "layer_norm",
     "norm_place": "sum",
@@ -111,8 +120,8 @@ def equal(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("unit_gradient", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied_embeddings": True, "logit_scale": 0.5}, {"logit_softcap": 1.5}, BIASED],
-    ids=["own weight", "tied, scaled", "capped", "with bias"],
+    [{}, {"tied_embeddings": True, "logit_scale": 0.5}, LIKE_GEMMA, BIASED],
+    ids=["own weight", "tied, scaled", "like Gemma", "with bias"],
 )
 def test_chunks_are_the_whole(
     changes: dict[str, Any], unit_gradient: bool, monkeypatch: pytest.MonkeyPatch
@@ -330,8 +339,8 @@ def log_probs_over_ranks(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"logit_softcap": 1.5}, {"tied_embeddings": True, "logit_scale": 0.5}, BIASED],
-    ids=["capped", "tied, scaled", "with bias"],
+    [{"logit_softcap": 1.5}, LIKE_GEMMA, BIASED],
+    ids=["capped", "like Gemma", "with bias"],
 )
 def test_log_probabilities_in_chunks_are_those_of_whole_logits(
     ranks: RankPool, changes: dict[str, Any]
