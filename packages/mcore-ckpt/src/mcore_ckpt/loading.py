@@ -17,6 +17,7 @@ from mcore_ckpt.finding import find, open_for_all
 from mcore_ckpt.reading import Part, Reader, cut_out, inside
 from mcore_ckpt.scanning import Scan
 from mcore_ckpt.selection import Selection, renamed
+from mcore_ckpt.sharing import Twins, pass_on
 from mcore_ckpt.storage import Readable
 from mcore_ckpt.targets import (
     LoadReport,
@@ -40,13 +41,15 @@ def load(
     rename: Sequence[tuple[str, str]] = (),
     verify: bool = True,
     scan: Scan = "none",
+    share: bool = False,
     storage: Readable | None = None,
     engine: Engine | None = None,
 ) -> LoadReport:
     """Fill local tensors in place from a checkpoint, whatever layout it was saved under.
 
-    Every rank of `group` (default: this process alone) calls it; only metadata crosses ranks, over
-    the group's CPU twin. Each rank reads the chunks that hold some of what its layouts name.
+    Every rank of `group` (default: this process alone) calls it; without `share` only metadata
+    crosses ranks, over the group's CPU twin. Each rank reads the chunks that hold some of what its
+    layouts name.
 
     path: a checkpoint, or the directory of several: then the newest committed one. A path, or an
         address as for `save`.
@@ -66,6 +69,10 @@ def load(
     verify: compare every chunk that is read with its checksum.
     scan: look at the whole checkpoint before anything is filled (see `find`): "quick" at its files,
         "full" at every byte. In a directory what is damaged is passed over for the one before.
+    share: ranks that want the same, such as data-parallel replicas, read a part of it each, and
+        give it to the others, over `group` where all tensors are on GPUs, else over its CPU twin.
+        Worth it where a shared disk is slower than the network between the ranks. The same on
+        every rank.
     storage, engine: in place of the file system (`path` is then a name within it, "" for the
         newest), and of plain files.
 
@@ -82,7 +89,8 @@ def load(
         from mcore_ckpt.default_engine import DefaultEngine
 
         engine = DefaultEngine()
-    group = (group or Group.single()).cpu
+    whole_group = group or Group.single()
+    group = whole_group.cpu
     what = f"loading {os.fspath(path)} failed"
     if scan != "none":
         found = find(path, group, scan=scan, storage=storage)
@@ -93,10 +101,15 @@ def load(
         manifest, tensors={new: manifest.tensors[old] for new, old in stored.items()}
     )
     selection = Selection(prefixes=prefixes, patterns=patterns)
-    wanted = together(group, what, lambda: describe_targets(tensors, selection))
-    report = compare(manifest, wanted, selection)
+    asked = together(group, what, lambda: [share, describe_targets(tensors, selection)])
+    sharing = [rank for rank, (shares, _) in enumerate(asked) if shares]
+    if 0 < len(sharing) < group.size:
+        raise ValueError(f"share is set on ranks {sharing} alone; set it on all or none")
+    report = compare(manifest, [wanted for _, wanted in asked], selection)
     where = f"{parent}/{name}"
     enforce(report, where, strict)
+    twins = Twins.of(tensors, group, what) if share and group.size > 1 else None
+    passed: dict[str, list[tuple[Fragment, int]]] = {}
 
     def fill() -> None:
         reader = Reader(
@@ -107,36 +120,60 @@ def load(
             verify=verify,
             stored=stored,
         )
-        _Loading(reader=reader, selection=selection).run(tensors)
+        passed.update(_Loading(reader=reader, selection=selection, twins=twins).run(tensors))
 
     together(group, what, fill)
+    if twins is not None:
+        pass_on(tensors, passed, twins, whole_group, verify=verify)
     return report
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Part of a local tensor (a view of its box's shape) that lies within one chunk."""
+    """Part of a local tensor (a view of its box's shape) that lies within one chunk.
 
-    box: Box
+    key, fragment: of the local tensor, and what says where in it the part is.
+    """
+
+    key: str
+    fragment: Fragment
     view: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        return self.fragment.box
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loading:
     reader: Reader
     selection: Selection
+    twins: Twins | None
 
-    def run(self, tensors: Mapping[str, LayoutTensor]) -> None:
-        """Read every chunk needed once and copy it to all places that want some of it."""
+    def run(self, tensors: Mapping[str, LayoutTensor]) -> dict[str, list[tuple[Fragment, int]]]:
+        """Read every chunk needed once and copy it to all places that want some of it.
+
+        With twins, read a share of the chunks. Returns the parts of the local tensors and which of
+        the twins reads them.
+        """
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
-        for value in tensors.values():
+        for key, value in tensors.items():
             takes = [self._takes(f, value.tensor) for f in value.layout.fragments]
             if all(takes) and value.layout.covered < value.layout.numel:
                 value.tensor.detach().zero_()
             for (fragment, view), take in zip(value.views(), takes, strict=True):
                 if take:
-                    self._cut(fragment, view, pieces)
+                    self._cut(key, fragment, view, pieces)
         order = sorted(pieces)
+        passed: dict[str, list[tuple[Fragment, int]]] = defaultdict(list)
+        if self.twins is not None:
+            infos = self.reader.manifest.tensors
+            readers = self.twins.readers([infos[name].chunk_bytes for name, _ in order])
+            for at, reader in zip(order, readers, strict=True):
+                for piece in pieces[at]:
+                    passed[piece.key].append((piece.fragment, reader))
+            mine = self.twins.place
+            order = [at for at, reader in zip(order, readers, strict=True) if reader == mine]
         parts = [
             Part(name=name, number=number, box=_hull([piece.box for piece in pieces[name, number]]))
             for name, number in order
@@ -148,6 +185,7 @@ class _Loading:
                 copy_into(piece.view, cut_out(data, piece.box, part.box))
 
         self.reader.visit(parts, fill)
+        return passed
 
     def _takes(self, fragment: Fragment, tensor: torch.Tensor) -> bool:
         """Return whether this fragment is loaded: selected, and fits what the checkpoint has."""
@@ -161,6 +199,7 @@ class _Loading:
 
     def _cut(
         self,
+        key: str,
         fragment: Fragment,
         view: torch.Tensor,
         pieces: dict[tuple[str, int], list[_Piece]],
@@ -170,7 +209,7 @@ class _Loading:
             box = grid.box(number).intersect(fragment.box)
             assert box is not None
             pieces[fragment.name, number].append(
-                _Piece(box=box, view=view[inside(box, fragment.box)])
+                _Piece(key=key, fragment=fragment.cut(box), view=view[inside(box, fragment.box)])
             )
 
 

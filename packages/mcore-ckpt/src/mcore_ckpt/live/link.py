@@ -76,7 +76,7 @@ class LiveTransfer:
 
     Args:
         sources: this rank's tensors to move from, by any local key. They and the targets are kept
-            and must go on living where they are; they may not share storage.
+            and must go on living where they are; no element may be in a fragment of both.
         targets: this rank's tensors to fill. Their padding is left alone.
         group: all ranks that give or take.
         transport: a `Transport` over this group, or the name of one (see `open_transport`), which
