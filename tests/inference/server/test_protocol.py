@@ -94,6 +94,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (CompletionBody, {"stop": 5}, "stop", "valid string, got 5"),
     (CompletionBody, {"stop": ["a", 5]}, "stop.1", "stop.1: input should be a valid string"),
     (CompletionBody, {"stop": ["a"] * 17}, "stop", "stop: 17 strings, at most 16"),
+    (CompletionBody, {"stop": ["a", "b" * 1025]}, "stop", "stop: 1025 characters, at most 1024"),
+    (CompletionBody, {"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024 items"),
     (CompletionBody, {"stream": "yes"}, "stream", "valid boolean"),
     (CompletionBody, {"stream_options": {}}, "stream_options", "only with stream=true"),
     (CompletionBody, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),

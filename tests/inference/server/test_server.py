@@ -18,6 +18,7 @@ import pytest
 
 from mcore_data import ByteTokenizer
 from mcore_inference import LLM, Completion, SamplingParams
+from mcore_inference.server.protocol import CompletionBody, parse
 from mcore_models import build_model
 from mcore_parallel import RngKey
 
@@ -59,6 +60,28 @@ def test_models_and_health(client: openai.OpenAI, server: Live) -> None:
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
     with pytest.raises(openai.NotFoundError, match="'other' does not exist: this server has"):
         client.models.retrieve("other")
+
+
+def test_while_a_long_body_is_read_others_are_answered(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, answered = threading.Event(), threading.Event()
+
+    def parse_slowly(kind: type[CompletionBody], body: bytes) -> CompletionBody:
+        reading.set()
+        assert answered.wait(60)
+        return parse(kind, body)
+
+    monkeypatch.setattr("mcore_inference.server.app.parse", parse_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 1}
+        slow = pool.submit(server.ask, "POST", "/v1/completions", body)
+        assert reading.wait(60)
+        try:
+            assert server.ask("GET", "/health") == (200, {"status": "ok"})
+        finally:
+            answered.set()
+        assert slow.result()[0] == 200
 
 
 @pytest.mark.parametrize("stop", [None, "\n", ["D", "\n\n"]])

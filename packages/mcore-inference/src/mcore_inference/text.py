@@ -144,5 +144,9 @@ def _held(text: str) -> int:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest beginning of `stop`, not all of it, that `text` ends with."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

@@ -81,10 +81,15 @@ async def _complete(
 ) -> Response:
     """Answer one request of either kind."""
     engine = service.engine
-    body = parse(kind, await read_body(request, engine.drain_began))
-    service.check_model(body.model)
-    # In another thread: the tokens of a long text take a while.
-    planned = await asyncio.to_thread(plan, body)
+    data = await read_body(request, engine.drain_began)
+
+    def read() -> tuple[B, Plan]:
+        body = parse(kind, data)
+        service.check_model(body.model)
+        return body, plan(body)
+
+    # In another thread: a long body, and the tokens of a long text, take a while.
+    body, planned = await asyncio.to_thread(read)
     try:
         generation = engine.submit(planned.requests, stream=bool(body.stream))
     except QueueFullError as error:

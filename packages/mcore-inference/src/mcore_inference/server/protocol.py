@@ -17,6 +17,8 @@ from mcore_inference.server.errors import APIError
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024  # of a stop string, which is looked for after every token
+MAX_STOP_TOKENS = 1024
 _INT64 = 2**63
 
 # Parameters of this interface that are not built, with the values that ask for nothing.
@@ -79,7 +81,7 @@ class Body(_Strict):
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     top_k: int | None = Field(None, ge=-1, lt=_INT64)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -97,6 +99,9 @@ class Body(_Strict):
             raise ValueError("stream_options: only with stream=true")
         if len(self.stops) > MAX_STOPS:
             raise ValueError(f"stop: {len(self.stops)} strings, at most {MAX_STOPS}")
+        longest = max(map(len, self.stops), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop: {longest} characters, at most {MAX_STOP_CHARACTERS}")
         return self
 
 
