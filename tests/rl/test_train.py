@@ -15,6 +15,7 @@ from mcore_inference import LLM, SamplingParams
 from mcore_parallel import ParallelConfig, ParallelMesh
 from mcore_parallel.testing import RankPool
 from mcore_rl import (
+    EpisodeError,
     PolicyStep,
     RLSummary,
     RolloutEngines,
@@ -296,7 +297,7 @@ def test_a_request_to_stop_ends_after_the_step_in_flight(tmp_path: Path) -> None
 
 
 def run_and_fail(tree: dict[str, Any]) -> str:
-    with pytest.raises(ValueError, match="broken") as caught:
+    with pytest.raises(EpisodeError) as caught:
         run_here(tree)
     return str(caught.value)
 
@@ -306,7 +307,9 @@ def test_a_failure_in_one_engine_is_raised_on_every_rank(ranks: RankPool) -> Non
     broken = {"name": "small_runs:Broken"}
     tree = config_to_tree(config(environment=broken, evaluate={"at_start": False}))
     tree["parallel"] = config_to_tree(ParallelConfig.parse("dp=2"))
-    assert ranks.run(run_and_fail, 2, tree) == ["this task is broken"] * 2
+    for said in ranks.run(run_and_fail, 2, tree):
+        assert said.startswith("environment broken, task ")
+        assert "reset raised ValueError: this task is broken" in said
 
 
 def test_the_curve_of_no_step_is_no_picture(tmp_path: Path) -> None:
