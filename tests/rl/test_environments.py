@@ -2,6 +2,7 @@ import io
 import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -152,6 +153,17 @@ def test_rewards_are_floats_whatever_number_they_were(reward: Any) -> None:
 def test_wrong_environment(name: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_environment(name, **options)
+
+
+def test_a_file_that_is_not_on_the_path_is_pointed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"No module named 'my_rewards'$"):
+        make_environment("my_rewards:Mine")
+    (tmp_path / "my_rewards.py").touch()
+    with pytest.raises(ValueError, match=r"but there is my_rewards\.py: run with PYTHONPATH=\."):
+        make_environment("my_rewards:Mine")
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from mcore_rl.environments.base import Environment
@@ -60,7 +61,10 @@ def _imported(name: str) -> Callable[..., Environment]:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        raise ValueError(f"environment {name!r}: {error}") from None
+        file = Path(*module.split(".")).with_suffix(".py")
+        unseen = error.name == module.partition(".")[0] and file.is_file()
+        advice = f", but there is {file}: run with PYTHONPATH=." if unseen else ""
+        raise ValueError(f"environment {name!r}: {error}{advice}") from None
     if not callable(found):
         raise ValueError(f"environment {name!r}: {module} has no class {attribute!r}")
     return cast(Callable[..., Environment], found)
