@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -244,6 +245,7 @@ def move(
         check_arrived(value, values)
 
 
+@pytest.mark.timeout(300 + 2 * LIVE_EXAMPLES)
 @settings(
     max_examples=LIVE_EXAMPLES,
     deadline=None,
