@@ -149,8 +149,8 @@ def test_experts_and_losses_compile_in_one_graph() -> None:
         weights, experts, _ = kernels.moe_route(hidden[:, :4], rule=rule)
         assignment = Assignment.of(experts, 4)
         rows = kernels.moe_permute.permute(hidden, assignment)
-        rows = kernels.glu(kernels.grouped_linear(rows, up, (3, 2, 3, 2)), limit=2.0)
-        rows = kernels.activation(kernels.grouped_linear(rows, down, (3, 2, 3, 2)))
+        rows = kernels.glu(kernels.grouped_linear(rows, up, assignment.counts), limit=2.0)
+        rows = kernels.activation(kernels.grouped_linear(rows, down, assignment.counts))
         hidden = kernels.moe_permute.unpermute(rows, weights, assignment)
         loss = vocab_loss(
             hidden @ head.t(),

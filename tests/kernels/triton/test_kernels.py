@@ -324,6 +324,29 @@ def test_losses_pages_and_eight_bits_compile_in_one_graph(target: Target) -> Non
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("name", ["triton", "native", "hopper"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_compile_in_one_graph(target: Target, name: str, frozen: bool) -> None:
+    """Counts are read when the graph runs; a frozen weight has no gradient."""
+    wide = target.device_type == "cuda"
+    if name != "triton" and not wide:
+        return
+    target = dataclasses.replace(target, dtype=torch.bfloat16 if wide else torch.float32)
+    op = resolve("grouped_linear", target=target, require=name)
+    width = 128 if wide else 16
+    x = torch.randn(9, 16, device=target.device_type, dtype=target.dtype, requires_grad=True)
+    weight = torch.randn(3, width, 16, device=target.device_type, dtype=target.dtype)
+    weight.requires_grad_(not frozen)
+    leaves = (x,) if frozen else (x, weight)
+    counts = torch.tensor([4, 0, 5], device=target.device_type)
+    results = []
+    for run in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        y = run(x, weight, counts)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_they_compile_in_one_graph(target: Target) -> None:
     device = target.device_type
     kernels = Kernels(KernelConfig(), target)

@@ -5,9 +5,11 @@ R rows sorted by expert, E experts, I input and O output features.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mcore_kernels.ops.grouped_linear.base import Counts, GroupedLinear, slices
+from mcore_kernels.ops.grouped_linear.traced import traced
 from mcore_kernels.ops.linear.reference import ReferenceLinear
 from mcore_kernels.protocols import LinearOp
 
@@ -18,6 +20,12 @@ class ReferenceGroupedLinear(GroupedLinear):
     def __init__(self, linear: LinearOp | None = None) -> None:
         """`linear` computes the product of each expert; default: torch."""
         self.linear: LinearOp = linear or ReferenceLinear()
+
+    def __call__(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """See `GroupedLinear`; one operator of torch where a compiler traces."""
+        if torch.compiler.is_compiling() and len(counts) == weight.shape[0]:
+            return traced(self, x, weight, counts)
+        return super().__call__(x, weight, counts)
 
     def forward(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         """See `GroupedLinearOp`."""
