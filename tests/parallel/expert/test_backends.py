@@ -15,6 +15,7 @@ from mcore_parallel.expert import (
     dispatcher_factory,
     make_dispatcher,
 )
+from mcore_parallel.expert.local import Local
 
 ALONE: dict[str, Any] = {"ep": Group.single(), "etp": Group.single()}
 MODULE = """
@@ -44,6 +45,8 @@ def test_those_of_this_package() -> None:
     assert DISPATCHERS == ("all-to-all", "all-gather")
     assert isinstance(make_dispatcher("all-to-all", 4, **ALONE), AllToAll)
     assert isinstance(make_dispatcher("all-gather", 4, **ALONE), AllGather)
+    for name in DISPATCHERS:
+        assert isinstance(make_dispatcher(name, 4, drops=False, **ALONE), Local)
     assert not make_dispatcher("all-gather", 4, overlap=False, **ALONE).overlap  # type: ignore[attr-defined]
 
 
@@ -59,7 +62,9 @@ def test_layouts_name_them() -> None:
 @pytest.mark.usefixtures("installed")
 def test_those_of_other_packages() -> None:
     config = ParallelConfig.parse("dp=2,ep=2,dispatch=quick")
-    assert make_dispatcher(config.dispatcher, 6, overlap=False, **ALONE) == ("quick", 6)
+    for drops in (True, False):
+        options = {"overlap": False, "drops": drops, **ALONE}
+        assert make_dispatcher(config.dispatcher, 6, **options) == ("quick", 6)
     with pytest.raises(ValueError, match="quick: needs overlap=0, and it is on"):
         make_dispatcher("quick", 6, **ALONE)
     check_dispatcher("lost")

@@ -18,6 +18,7 @@ from mcore_parallel.expert import (
     check_dispatch,
     dispatcher_factory,
 )
+from mcore_parallel.expert.local import Local
 from mcore_parallel.testing import RankPool
 
 ALONE = {"ep": Group.single(), "etp": Group.single()}
@@ -42,6 +43,13 @@ def test_dispatchers_over_ranks(ranks: RankPool, world: int, layout: str, name: 
 def test_dispatchers_of_one_process(name: str) -> None:
     check_dispatch(dispatcher_factory(name), num_experts=3, **ALONE)
     check_dispatch(dispatcher_factory(name), num_experts=1, dtype=torch.float64, **ALONE)
+
+
+def test_the_dispatcher_where_nothing_travels_or_is_dropped() -> None:
+    check_dispatch(Local, num_experts=3, drops=False, **ALONE)
+    check_dispatch(Local, num_experts=1, drops=False, dtype=torch.float64, **ALONE)
+    with pytest.raises(ValueError, match="Local: experts lie on ep=1 × etp=2 ranks, where tokens"):
+        Local(4, ep=Group.single(), etp=Group(0, 2, (0, 1)), permute=TorchPermute())
 
 
 @dataclass(frozen=True, kw_only=True)

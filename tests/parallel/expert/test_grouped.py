@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.expert import SequentialLinear, grouped_linear
+from mcore_parallel.expert.rows_of import bias_gradient
 from mcore_parallel.pipeline import DeferredGradients
 
 COUNTS = [(2, 0, 3), (0, 0, 5), (1, 1, 1), (0, 0, 0)]
@@ -27,12 +28,14 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...
     return y if bias is None else y + bias[expert]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_products_and_gradients(counts: tuple[int, ...], bias: bool) -> None:
+def test_products_and_gradients(counts: tuple[int, ...], bias: bool, on_device: bool) -> None:
     inputs = data(sum(counts), bias)
     leaves = [leaf for leaf in inputs if leaf is not None]
-    y = grouped_linear(*inputs, counts, op=SequentialLinear())
+    given = torch.tensor(counts) if on_device else counts
+    y = grouped_linear(*inputs, given, op=SequentialLinear())
     want = plain(*inputs, counts)
     torch.testing.assert_close(y, want)
     grads = torch.autograd.grad((y * y).sum(), leaves)
@@ -93,3 +96,15 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     for counts in ((2, 3), (2, 2, 2)):
         with pytest.raises(ValueError, match="3 numbers, one for each expert, that add up to 5"):
             grouped_linear(x, weight, None, counts, op=SequentialLinear())
+    with pytest.raises(ValueError, match=r"counts of shape \[2\] must be 3 numbers, one for each"):
+        grouped_linear(x, weight, None, torch.tensor([2, 3]), op=SequentialLinear())
+
+
+def test_gradients_of_biases_are_summed_up_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones beyond 256, where bfloat16 has no room for another; the columns a few at a time."""
+    dy = torch.ones(700, 5, dtype=torch.bfloat16)
+    for at_once in (2**26, 1400, 1):
+        monkeypatch.setattr("mcore_parallel.expert.rows_of._AT_ONCE", at_once)
+        found = bias_gradient(dy, torch.tensor([100, 0, 600]))
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, torch.tensor([[100.0], [0], [600]]).expand(3, 5).bfloat16())

@@ -24,6 +24,7 @@ from mcore_parallel.collectives import (
     reduce_scatter_sequence,
 )
 from mcore_parallel.expert import ExpertColumnLinear, ExpertRowLinear, grouped_linear
+from mcore_parallel.expert.rows_of import Counts
 from mcore_parallel.layout import Box, TensorLayout
 from mcore_parallel.spec import GradSync, join
 from mcore_parallel.tensor import ColumnParallelLinear, RowParallelLinear, fused_spec
@@ -96,7 +97,7 @@ class Adapter(nn.Module):
                 places[i].copy_((b.float() @ a.float()) * self.config.scale)
         return whole
 
-    def forward(self, x: Tensor, *counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, *counts: Counts) -> Tensor:
         """What is added to the layer's output for its input x, of the output's shape."""
         base: Any = self.base
         x = x.reshape(-1, x.shape[-1])
@@ -123,7 +124,7 @@ class Adapter(nn.Module):
         add = reduce_scatter_sequence if base.sequence_parallel else reduce_from_group
         return F.linear(add(inner, base.group), self.b)
 
-    def _of_experts(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def _of_experts(self, x: Tensor, counts: Counts) -> Tensor:
         """As the layer: shares of sums over etp, which whoever moves the rows makes."""
         inner = grouped_linear(x, self.a, None, counts, op=self._products)
         found = [

@@ -104,8 +104,12 @@ def make_dispatcher(
     etp: Group,
     permute: PermuteOp | None = None,
     overlap: bool = True,
+    drops: bool = True,
 ) -> Dispatcher:
     """Return a dispatcher by name; arguments as in `DispatcherFactory`.
+
+    drops: whether a choice may be -1. Where none is, and all experts are whole on this rank, the
+    names of this package stand for `Local`, by which no count is read on the host.
 
     Raises:
         ValueError: there is none of this name, or it refuses.
@@ -113,6 +117,10 @@ def make_dispatcher(
     from mcore_parallel.expert.permute import TorchPermute
 
     factory = dispatcher_factory(name)
+    if name in DISPATCHERS and ep.size * etp.size == 1 and not drops:
+        from mcore_parallel.expert.local import Local
+
+        factory = Local
     op = permute or TorchPermute()
     return factory(num_experts, ep=ep, etp=etp, permute=op, overlap=overlap)
 

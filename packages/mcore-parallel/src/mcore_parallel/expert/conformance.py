@@ -31,11 +31,17 @@ class DispatchCase:
 
 
 def dispatch_cases(
-    num_experts: int, seed: int, *, is_first: bool = False, dtype: torch.dtype = torch.float32
+    num_experts: int,
+    seed: int,
+    *,
+    is_first: bool = False,
+    dtype: torch.dtype = torch.float32,
+    drops: bool = True,
 ) -> Iterator[DispatchCase]:
     """Yield what may happen to one of several ranks, the same cases in the same order on each.
 
     `seed` is another on every rank, and one of them is the first: it has tokens where no other has.
+    Without `drops` no choice is -1.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,6 +64,8 @@ def dispatch_cases(
     yield case("every expert chosen by every token", chosen(3, num_experts))
     yield case("all tokens to the first expert", torch.zeros(4, 1, dtype=torch.int64))
     yield case("all tokens to the last expert", torch.full((4, 1), num_experts - 1))
+    if not drops:
+        return
     dropped = chosen(7, k)
     yield case("some choices dropped", dropped.masked_fill(dropped % 2 == 0, -1))
     yield case("all choices dropped", torch.full((4, k), -1))
@@ -72,6 +80,7 @@ def check_dispatch(
     permute: PermuteOp | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    drops: bool = True,
 ) -> None:
     """Check a dispatcher over these ranks, all of which call it together.
 
@@ -84,6 +93,7 @@ def check_dispatch(
         ep, etp: see `DispatcherFactory`.
         num_experts: how many experts there are; default two for each rank of `ep`.
         permute, dtype, device: what the dispatcher is given to work with.
+        drops: whether it takes choices of -1, as every `Dispatcher` of a factory does.
 
     Raises:
         AssertionError: names the case, and what differs.
@@ -93,7 +103,7 @@ def check_dispatch(
         op = permute or TorchPermute()
         dispatcher = factory(experts, ep=ep, etp=etp, permute=op, overlap=overlap)
         seed, first = 1 + ep.rank * etp.size + etp.rank, ep.rank == etp.rank == 0
-        for case in dispatch_cases(experts, seed, is_first=first, dtype=dtype):
+        for case in dispatch_cases(experts, seed, is_first=first, dtype=dtype, drops=drops):
             _check_case(dispatcher, case, experts, (ep, etp), torch.device(device))
 
 
@@ -110,6 +120,7 @@ def _check_case(
     experts = case.experts.to(device)
     arrived = dispatcher(tokens, experts, weights).wait()
     counts, rows = arrived.counts, arrived.rows
+    counts = counts.tolist() if isinstance(counts, Tensor) else counts
     local = num_experts // ep.size
     if len(counts) != local or sum(counts) != len(rows):
         raise AssertionError(

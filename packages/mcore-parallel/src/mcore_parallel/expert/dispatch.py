@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_parallel.collectives import exchange
 from mcore_parallel.expert.permute import PermuteOp
+from mcore_parallel.expert.rows_of import Counts
 from mcore_parallel.group import Group
 
 __all__ = [
@@ -44,8 +45,12 @@ class Dispatched(Protocol):
         """The tokens [R, H] that chose an expert of this rank, expert by expert."""
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """How many of the rows each of the e experts here gets; 0 is possible."""
+    def counts(self) -> Counts:
+        """How many of the rows each of the e experts here gets; 0 is possible.
+
+        Numbers on the host, or a tensor [e] int64 on the device of the rows if the dispatcher does
+        not need them there: whoever takes them takes both, and reads no tensor back without need.
+        """
 
     def combine(self, outputs: Tensor) -> Combining:
         """Send `outputs` [R, H], which belong to `rows`, back to where their tokens came from.

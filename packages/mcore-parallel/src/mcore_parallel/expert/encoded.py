@@ -5,7 +5,6 @@ R rows, sorted by expert, e experts, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.data.main_grad import added_to_main, main_grad
-from mcore_parallel.expert.rows_of import add_bias, bias_gradient
+from mcore_parallel.expert.rows_of import Counts, add_bias, bias_gradient
 from mcore_parallel.protocols import Encoded
-
-Counts = tuple[int, ...]
 
 
 class EncodedGroupedOp(Protocol):
@@ -30,7 +27,7 @@ class EncodedGroupedOp(Protocol):
         self,
         role: str,
         x: Tensor,
-        counts: Sequence[int] | None,
+        counts: Counts | None,
         *,
         along: bool = True,
         across: bool = True,
@@ -41,17 +38,15 @@ class EncodedGroupedOp(Protocol):
         role and learn as `mcore_parallel.EncodedLinearOp.encode`.
         """
 
-    def output(
-        self, x: Encoded, weight: Encoded, counts: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
+    def output(self, x: Encoded, weight: Encoded, counts: Counts, dtype: torch.dtype) -> Tensor:
         """Return `x_i weight_iᵀ` [R, O], a fresh tensor: both along."""
 
     def input_gradient(
-        self, dy: Encoded, weight: Encoded, counts: Sequence[int], dtype: torch.dtype
+        self, dy: Encoded, weight: Encoded, counts: Counts, dtype: torch.dtype
     ) -> Tensor:
         """Return `dy_i weight_i` [R, I], a fresh tensor: dy along, the weight across."""
 
-    def weight_gradient(self, dy: Encoded, x: Encoded, counts: Sequence[int], out: Tensor) -> None:
+    def weight_gradient(self, dy: Encoded, x: Encoded, counts: Counts, out: Tensor) -> None:
         """Add `dy_iᵀ x_i` to `out` [e, O, I], both across."""
 
 

@@ -5,7 +5,6 @@ R rows, sorted by expert, e experts, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from mcore_parallel.data.main_grad import take_main_grad
 from mcore_parallel.expert.encoded import EncodedGroupedOp, encoded_grouped
-from mcore_parallel.expert.rows_of import add_bias, bias_gradient, rows_of
+from mcore_parallel.expert.rows_of import Counts, add_bias, bias_gradient, rows_of
 from mcore_parallel.protocols import LinearOp, TorchLinear
 
 __all__ = ["GroupedLinearOp", "SequentialLinear", "grouped_linear"]
@@ -24,36 +23,36 @@ class GroupedLinearOp(Protocol):
     """The products of a grouped GEMM: rows `counts[i]` of x with weight i, for all i.
 
     None of them records autograd; results are fresh tensors. An expert without rows contributes
-    nothing.
+    nothing. Counts may be a tensor [e] on the device of the rows.
     """
 
-    def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         """Return `x_i weight_iᵀ`: x [R, I], weight [e, O, I] → [R, O]."""
 
-    def input_grad(self, dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def input_grad(self, dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         """Return `dy_i weight_i`: dy [R, O], weight [e, O, I] → [R, I]."""
 
-    def weight_grad(self, dy: Tensor, x: Tensor, counts: Sequence[int], out: Tensor) -> None:
+    def weight_grad(self, dy: Tensor, x: Tensor, counts: Counts, out: Tensor) -> None:
         """Add `dy_iᵀ x_i` to `out` [e, O, I], at the precision of `out`: dy [R, O], x [R, I]."""
 
 
 class SequentialLinear:
-    """`GroupedLinearOp` as one product after another, each by a `LinearOp`."""
+    """`GroupedLinearOp` as one product after another, each by a `LinearOp`; counts are read."""
 
     def __init__(self, linear: LinearOp | None = None) -> None:
         self.linear: LinearOp = linear or TorchLinear()
 
-    def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         """See `GroupedLinearOp`."""
         products = [self.linear.forward(x[rows], weight[i]) for i, rows in rows_of(counts)]
         return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
-    def input_grad(self, dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def input_grad(self, dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
         """See `GroupedLinearOp`."""
         products = [self.linear.input_grad(dy[rows], weight[i]) for i, rows in rows_of(counts)]
         return torch.cat(products) if products else dy.new_empty(0, weight.shape[2])
 
-    def weight_grad(self, dy: Tensor, x: Tensor, counts: Sequence[int], out: Tensor) -> None:
+    def weight_grad(self, dy: Tensor, x: Tensor, counts: Counts, out: Tensor) -> None:
         """See `GroupedLinearOp`."""
         for i, rows in rows_of(counts):
             self.linear.weight_grad(dy[rows], x[rows], out=out[i])
@@ -63,13 +62,15 @@ def grouped_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    counts: Sequence[int],
+    counts: Counts,
     *,
     op: GroupedLinearOp,
 ) -> Tensor:
     """Return `x_i weight_iᵀ + bias_i` [R, O] for the rows of each expert, with gradients.
 
     x [R, I] is sorted by expert, `counts[i]` rows of expert i; weight [e, O, I], bias [e, O].
+    Counts that are a tensor, on the device of x, are read back by the op alone, if it needs to, and
+    that they add up to R is then left to their maker.
     A weight with the attribute `main_grad` gets its gradient added there, and one with `deferred`
     when that says so, as by `parallel_linear`; the first of a step is written by the op's method
     `write_weight_grad(dy, x, counts, out)` where it has one. An expert without rows has a gradient
@@ -78,14 +79,22 @@ def grouped_linear(
     Raises:
         ValueError: the counts are not one for each expert, or do not add up to R.
     """
-    if len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
+    if isinstance(counts, Tensor):
+        if counts.shape != weight.shape[:1]:
+            raise ValueError(
+                f"grouped_linear: counts of shape {list(counts.shape)} must be "
+                f"{weight.shape[0]} numbers, one for each expert"
+            )
+    elif len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
         raise ValueError(
             f"grouped_linear: counts {list(counts)} must be {weight.shape[0]} numbers, one for "
             f"each expert, that add up to {x.shape[0]} rows"
         )
+    else:
+        counts = tuple(counts)
     if getattr(op, "encode", None) is not None:
-        return encoded_grouped(x, weight, bias, tuple(counts), cast(EncodedGroupedOp, op))
-    options = (tuple(counts), op)
+        return encoded_grouped(x, weight, bias, counts, cast(EncodedGroupedOp, op))
+    options = (counts, op)
     return cast(Tensor, _GroupedLinear.apply(x, weight, bias, options))  # type: ignore[no-untyped-call]
 
 
@@ -96,7 +105,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        options: tuple[tuple[int, ...], GroupedLinearOp],
+        options: tuple[Counts, GroupedLinearOp],
     ) -> Tensor:
         counts, op = options
         y = op.forward(x, weight, counts)
@@ -124,7 +133,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _weight_grad(
-    dy: Tensor, x: Tensor, weight: Any, options: tuple[tuple[int, ...], GroupedLinearOp]
+    dy: Tensor, x: Tensor, weight: Any, options: tuple[Counts, GroupedLinearOp]
 ) -> Tensor:
     counts, op = options
     if getattr(weight, "main_grad", None) is None:

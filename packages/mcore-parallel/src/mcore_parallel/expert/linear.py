@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.expert.dispatch import check_experts
 from mcore_parallel.expert.grouped import GroupedLinearOp, SequentialLinear, grouped_linear
+from mcore_parallel.expert.rows_of import Counts
 from mcore_parallel.group import Group
 from mcore_parallel.layout import Box, TensorLayout
 from mcore_parallel.spec import GradSync, Init, ParamSpec, join
@@ -129,7 +130,7 @@ class ExpertColumnLinear(_ExpertLinear):
         for part in self.parts:
             self._check_cut(f"part {part.name!r}", part.features)
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
         """Return y [R, O/etp] for x [R, I], the rows of my experts, `counts[i]` of expert i."""
         return grouped_linear(x, self.weight, self.bias, counts, op=self.linear)
 
@@ -195,7 +196,7 @@ class ExpertRowLinear(_ExpertLinear):
         self.out_features = out_features
         self._check_cut("input", in_features)
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
         """Return my share of y [R, O] for x [R, I/etp], `counts[i]` rows of expert i."""
         bias = self.bias if self.etp.rank == 0 else None
         return grouped_linear(x, self.weight, bias, counts, op=self.linear)

@@ -21,6 +21,7 @@ from mcore_parallel.expert import (
     PermuteOp,
     RowOrder,
 )
+from mcore_parallel.expert.rows_of import Counts
 from mcore_parallel.tensor import ColumnParallelLinear, Part
 
 
@@ -66,20 +67,22 @@ class Experts(nn.Module):
         )
         self._activation = build_activation(config, build)
 
-    def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Rows sorted by expert, `counts[i]` of the i-th expert here."""
+    def forward(self, rows: Tensor, counts: Counts) -> Tensor:
+        """Rows sorted by expert, `counts[i]` of the i-th expert here (see `Dispatched.counts`)."""
         inner = self.get_submodule(self._enter)(rows, counts)
         out: Tensor = self.down(self._activation(inner), counts)
         return out
 
 
 def padded_experts(
-    experts: nn.Module, rows: Tensor, counts: tuple[int, ...], size: int, permute: PermuteOp
+    experts: nn.Module, rows: Tensor, counts: Counts, size: int, permute: PermuteOp
 ) -> Tensor:
     """Run experts on `size` rows each: theirs, and then zeros; return the outputs of theirs.
 
-    Every product then has the same shape, whatever the router chose.
+    Every product then has the same shape, whatever the router chose. Counts are read on the host,
+    as the size was.
     """
+    counts = counts.tolist() if isinstance(counts, Tensor) else counts
     assert size >= max(counts), f"{max(counts)} rows for an expert with room for {size}"
     starts = [size * i for i in range(len(counts))]
     places = [torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]

@@ -5,6 +5,7 @@ k experts chosen for each token, H hidden.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,9 +33,9 @@ from mcore_parallel.expert import (
     PermuteOp,
     Steps,
     Turns,
-    dispatcher_factory,
     finish,
     join_shares,
+    make_dispatcher,
     share_of,
     take_share,
 )
@@ -82,7 +83,9 @@ class MoE(nn.Module):
                 self.shared_gate = SharedGate(config, build)
         # Kernels see of a `RowOrder` what an assignment of theirs has, too.
         self._permute: PermuteOp = permute or cast(PermuteOp, build.kernels.moe_permute)
-        make = dispatcher or dispatcher_factory(mesh.config.dispatcher)
+        make: DispatcherFactory = dispatcher or partial(
+            make_dispatcher, mesh.config.dispatcher, drops=moe.capacity_factor is not None
+        )
         self._dispatch: Dispatcher = make(
             moe.num_experts,
             ep=mesh.ep,
