@@ -13,7 +13,7 @@ import pytest
 
 from mcore_ckpt import checksum
 from mcore_ckpt.bench import BenchReport, run, run_bench
-from mcore_ckpt.bench.cases import Measured
+from mcore_ckpt.bench.cases import Measured, in_order
 from mcore_ckpt.bench.disk import drop_cache, name_of
 from mcore_ckpt.bench.memory import forget_peak, peak_bytes
 from mcore_ckpt.bench.run import Ratio
@@ -93,6 +93,19 @@ def test_ratios_are_of_turns_and_tell_their_spread() -> None:
     assert any(line.split()[:3] == ["save", "1.000", "s"] for line in lines)
     assert any("save / DCP" in line and line.count("1.00  (0.25 to 4.00)") == 2 for line in lines)
     assert lines[-1].endswith("0.80")
+
+
+def test_each_of_what_is_compared_is_first_in_turn() -> None:
+    writes = ["raw write", "dcp save", "save", "save flat"]
+    reads = ["raw read", "dcp load", "load", "load flat"]
+    names = [*writes, *reads, "host copy", "stall"]
+    turns = [in_order(names, turn) for turn in range(5)]
+    assert turns[0] == turns[4] == names
+    for number, name in enumerate(writes):
+        assert sorted(turn.index(name) for turn in turns[:4]) == [0, 1, 2, 3]
+        assert turns[number][0] == name
+        assert turns[number][4] == reads[number]
+        assert turns[number][8:] == names[8:]
 
 
 def test_a_peak_of_memory(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_ckpt import ChunkData, LocalStorage, TensorInfo
+from mcore_ckpt import CheckpointError, ChunkData, LocalStorage, Region, TensorInfo
 from mcore_ckpt.file_engine import FileEngine
 from mcore_ckpt.storage import DIRECT, LARGE, write_file
+from mcore_parallel.layout import Box
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
 SHAPES = {
@@ -144,3 +145,25 @@ def test_a_write_that_the_disk_cuts_short(tmp_path: Path, monkeypatch: pytest.Mo
     write_file(str(tmp_path / "file"), [memory.data], past_cache=True)
     assert (tmp_path / "file").read_bytes() == memory.tobytes()
     assert (calls.created, sizes) == ([True], [4 * DIRECT, 3 * DIRECT - 512])
+
+
+def test_large_reads_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that are needed, before they are read; that there is no file, the read tells."""
+    chunk = chunk_of(SHAPES["aligned"], strided=False)
+    written(tmp_path, chunk)
+    announced, taken = [], []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, start, size, __: announced.append((start, size))
+    )
+    boxes = [Box((128, 0), (256, 512)), Box((0, 0), (1, 512))]
+    regions = [Region(array="x", info=chunk.info, box=box) for box in boxes]
+
+    def take(number: int, data: Any) -> None:
+        taken.append(np.array_equal(data, chunk.data[boxes[number].slices]))
+
+    FileEngine().visit(LocalStorage(tmp_path), regions, take)
+    assert taken == [True, True]
+    assert announced == [(128 * 2048, 256 * 2048)]
+    (tmp_path / "x" / "c.0.0").unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        FileEngine().visit(LocalStorage(tmp_path), regions, take)

@@ -29,7 +29,8 @@ from mcore_parallel.layout import LayoutTensor, TensorLayout
 _BLOCK = 8 << 20  # bytes of one write of the raw files
 _ODD = 1000  # elements of a vector before the matrices: so no shard ends where a chunk does
 _SMALL = (64, 16)
-_COLD = ("raw read", "dcp load", "load", "load flat")  # from the disk
+_WRITES = ("raw write", "dcp save", "save", "save flat")  # onto the disk
+_READS = ("raw read", "dcp load", "load", "load flat")  # from there
 Job = Callable[[], float | None]
 Turns = dict[str, list[float]]
 
@@ -60,10 +61,12 @@ def measure(folder: Path, num_tensors: int, size: int, num_small: int, repeats: 
     for turn in range(repeats):
         # Its first save gets the memory of the copy, as that of a run does; later ones have it.
         with AsyncSaver(group) as saver:
-            for name, job in case.jobs(saver, turn).items():
-                if name in _COLD and group.rank == 0:
+            jobs = case.jobs(saver, turn)
+            for name in in_order(list(jobs), turn):
+                # What is compared finds nothing left to be written, and none of its files cached.
+                if name in _WRITES + _READS and group.rank == 0:
                     drop_cache(folder / str(turn))
-                _measure(measured, name, job, group)
+                _measure(measured, name, jobs[name], group)
                 saver.wait()
         barrier(group)
         if group.rank == 0:
@@ -98,6 +101,16 @@ def _empty(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             os.truncate(path, 0)
+
+
+def in_order(names: list[str], turn: int) -> list[str]:
+    """Return what is done in a turn: each time another one of those that are compared is first."""
+    order = list(names)
+    for kind in (_WRITES, _READS):
+        first = names.index(kind[0])
+        shift = turn % len(kind)
+        order[first : first + len(kind)] = [*kind[shift:], *kind[:shift]]
+    return order
 
 
 class _Case:
