@@ -196,6 +196,9 @@ def test_stop_strings_samples_and_probabilities_come_with_the_completion(
     assert [done.prompt for done in samples] == ["a", "a", "a", "b"]
     assert len({done.token_ids for done in samples}) == 4
     assert samples[:3] == llm.generate(["a"] * 3, list(rule.each()))
+    for wrong in ([1.5], None):
+        with pytest.raises(ValueError, match="a prompt is a text or a list of tokens: "):
+            llm.generate([wrong])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is empty"):
         llm.generate(["a", ""], rule)
 

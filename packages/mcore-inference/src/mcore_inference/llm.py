@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 
 import torch
@@ -229,7 +230,10 @@ class LLM:
 
         `follow` has its text follow its tokens, as stop strings do in any case.
         """
-        tokens = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        try:
+            tokens = tuple(map(index, self.encode(prompt) if isinstance(prompt, str) else prompt))
+        except TypeError as error:
+            raise ValueError(f"a prompt is a text or a list of tokens: {error}") from None
         streams = follow or params.stop
         is_read = self.engine.runner.reads_source
         before = () if is_read else tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,12 +65,19 @@ class SamplingParams:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if not _is_whole(self.seed):
             raise ValueError(f"seed={self.seed!r} must be a whole number")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise ValueError(f"{name}={value!r} must be a number")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in 0 < top_p <= 1")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        ids = _row("stop_token_ids", self.stop_token_ids)
+        if not all(_is_whole(token) and token >= 0 for token in ids):
+            raise ValueError(f"stop_token_ids={ids!r} must be whole numbers of at least 0")
+        object.__setattr__(self, "stop_token_ids", ids)
+        stop = (self.stop,) if isinstance(self.stop, str) else _row("stop", self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop={stop!r} must be strings of at least one character")
         object.__setattr__(self, "stop", stop)
@@ -205,6 +213,12 @@ def _numbers(params: Sequence[SamplingParams], device: torch.device) -> dict[str
 def _uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1): the upper 53 of the 64 bits that the key consists of."""
     return float((RngKey(seed).fold("sample", position).seed >> 11) * 2.0**-53)
+
+
+def _row(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a list")
+    return tuple(values)
 
 
 def _is_whole(value: object) -> bool:
