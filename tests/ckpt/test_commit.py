@@ -95,6 +95,25 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert (foreign / "data.bin").read_bytes() == b"other program"
 
 
+@pytest.mark.parametrize("what", ["link", "file", "link to nothing"])
+def test_what_is_no_directory_is_never_written_through(tmp_path: Path, what: str) -> None:
+    """A link in the place of a checkpoint: what it leads to is another run's, and stays whole."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    save(run, 1)
+    elsewhere = save(other, 2)
+    there = run / "step_00000002"
+    if what == "file":
+        there.write_text("mine")
+    else:
+        there.symlink_to(elsewhere if what == "link" else tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"step_00000002 is in the way and no directory"):
+        save(run, 2, value=7.0)
+    assert mcore_ckpt.open(elsewhere)["model/w"].tolist() == [0.0, 0.0, 0.0]
+    assert mcore_ckpt.latest(run) == run / "step_00000001"
+    there.unlink()
+    save(run, 2)
+
+
 def test_a_damaged_marker_is_passed_over_with_a_warning_and_never_swept(tmp_path: Path) -> None:
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     (new / "COMMIT").write_bytes(b"")

@@ -272,7 +272,8 @@ def begin(storage: Storage, step: int, mark: bytes | None = None) -> str:
     the new one then lies beside it, as `step_<number>.<attempt>`.
 
     Raises:
-        ValueError: something that is no checkpoint is in the way, or the directory is itself one.
+        ValueError: something that is no checkpoint is in the way, such as a link to one, or
+            the directory is itself one.
     """
     check_directory(storage)
     storage.make_directory("")
@@ -292,6 +293,11 @@ def begin(storage: Storage, step: int, mark: bytes | None = None) -> str:
                 f"neither {MARKER} nor {UNCOMMITTED}): move it elsewhere"
             )
     name = step_name(step, max(d.attempt for d in taken) + 1 if taken else 0)
+    if storage.entries("").get(name) is False:  # through a link, another directory would be written
+        raise ValueError(
+            f"{storage.location(name)} is in the way and no directory (it is a link, or a file): "
+            f"move it elsewhere"
+        )
     storage.make_directory(name)
     storage.put(f"{name}/{UNCOMMITTED}", mark or new_mark())
     # Durable before anything else in the directory: whatever a crash leaves here can be swept.

@@ -208,7 +208,12 @@ class _Saving:
             if not first:
                 return None
             contents.update(collect_files(files))
-            return with_advice(lambda: begin(self.storage, self.step, self.mark))
+            try:
+                return with_advice(lambda: begin(self.storage, self.step, self.mark))
+            except FileNotFoundError as error:  # swept at once
+                raise CheckpointError(
+                    f"{error}: another save runs in the same directory, and only one may at a time"
+                ) from error
 
         passing = (ValueError, FileNotFoundError)
         name: str = together(self.group, self.what, start, passing=passing)[0]
