@@ -136,12 +136,18 @@ def _weight_grad(
     dy: Tensor, x: Tensor, weight: Any, options: tuple[Counts, GroupedLinearOp]
 ) -> Tensor:
     counts, op = options
-    if getattr(weight, "main_grad", None) is None:
-        dw = torch.zeros_like(weight, requires_grad=False)
-        op.weight_grad(dy, x, counts, dw)
-        return dw
-    buffer, blank = take_main_grad(weight)
     write = getattr(op, "write_weight_grad", None)
+    if getattr(weight, "main_grad", None) is None:
+        # Operators take a buffer of 32 bits without reading counts back, and round once.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if write is None:
+            dw = torch.zeros_like(weight, dtype=wide, requires_grad=False)
+            op.weight_grad(dy, x, counts, dw)
+        else:
+            dw = torch.empty_like(weight, dtype=wide, requires_grad=False)
+            write(dy, x, counts, dw)
+        return dw.to(weight.dtype)
+    buffer, blank = take_main_grad(weight)
     if blank and write is not None:
         write(dy, x, counts, buffer)
     else:

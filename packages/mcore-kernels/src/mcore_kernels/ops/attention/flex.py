@@ -36,8 +36,8 @@ from mcore_kernels.protocols import accumulation_dtype
 from mcore_kernels.requirements import TRITON_PACKAGE
 from mcore_kernels.target import Target
 
-MAX_HEAD_DIM = 512
-"""Larger ones do not fit beside each other on a processor of the GPU."""
+MAX_HEAD_DIM = 256
+"""Tiles of larger ones (those of 512 were tried) do not fit on a processor of an H200."""
 
 MIN_HEAD_DIM = 16
 """The kernels multiply no smaller matrices; smaller heads are filled up with zeros."""
@@ -124,12 +124,9 @@ class FlexPlan(Plan):
             out, lse = _attend(qh, kh, vh, self.mask, scale, softcap)
         else:
             kind = (*q.shape[1:], *v.shape[1:], str(q.dtype))
-            # What a backward pass may give away is needed again where the graph is kept.
-            with (
-                torch._dynamo.config.patch(recompile_limit=VARIANTS),
-                torch._functorch.config.patch(donated_buffer=False),
-            ):
-                out, lse = _compiled(scale, softcap, kind)(qh, kh, vh, self.mask)
+            run = _compiled(scale, softcap, kind)
+            with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+                out, lse = kept_once(run, qh, kh, vh, self.mask)
         out = out.transpose(1, 2)[..., : v.shape[-1]]
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
@@ -184,6 +181,54 @@ def _compiled(scale: float, softcap: float | None, kind: tuple[Any, ...]) -> Cal
         attend.__code__.replace(co_name=name), globals(), name, None, attend.__closure__
     )
     return torch.compile(own, fullgraph=True)
+
+
+def kept_once(
+    run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor]:
+    """`run`, whose graph can be gone through again where `retain_graph` says so.
+
+    What torch's compiler makes gives away memory in its backward pass, and refuses to keep a graph.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return run(q, k, v, mask)
+    out, lse = _Kept.apply(q, k, v, mask, run)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Kept(torch.autograd.Function):
+    """A differentiable function with a graph of its own, which lives as long as this one does."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 -- as `kept_once`
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        run: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            results = run(*leaves, mask)
+        ctx.graph = (results, leaves)
+        out, lse = (one.detach() for one in results)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.graph is None:
+            raise RuntimeError(
+                "attention: its graph was gone through before and is freed; pass "
+                "retain_graph=True the first time to go through it again"
+            )
+        (results, leaves), keep = ctx.graph, torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keep:
+            ctx.graph = None
+        with torch._functorch.config.patch(donated_buffer=False):
+            found = torch.autograd.grad(results, leaves, grads, retain_graph=keep)
+        return *found, None, None
 
 
 def _evaluated(  # noqa: PLR0917 -- as `_attend`
