@@ -35,6 +35,8 @@ def tiny(**batch: int):
     ("name", "kind"),
     [
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
+        ("weight_grad_kernel", "matmul"),
+        ("_rows_kernel", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)", "matmul"),
         ("aten::addmm", "matmul"),
         ("_matmul_kernel", "matmul"),

@@ -16,9 +16,11 @@ from mcore_train.bench.clock import synchronise
 
 Kind = Literal["matmul", "attention", "communication", "memory_bound"]
 
-# Kernels of cuBLAS, CUTLASS and hipBLASLt; the operators of torch that call a matrix library.
+# Kernels of cuBLAS, CUTLASS and hipBLASLt; those of mcore-kernels for experts; the operators of
+# torch that call a matrix library.
 _MATMUL = re.compile(
-    r"gemm|_matmul_kernel|nvjet|cutlass|xmma|splitk|^cijk|^aten::(addmm|mm|bmm|baddbmm|linear)"
+    r"gemm|_matmul_kernel|nvjet|cutlass|xmma|splitk|^cijk|^_?(rows|weight_grad|product)_kernel$"
+    r"|^aten::(addmm|mm|bmm|baddbmm|linear)"
 )
 _ATTENTION = re.compile(r"flash|fmha|sdpa|scaled_dot_product|attention|cudnn_generated")
 _MARK = "mcore_train.bench"
