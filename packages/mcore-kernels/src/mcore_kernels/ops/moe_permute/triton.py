@@ -60,7 +60,7 @@ def _combine_kernel(
 
 
 @triton.jit
-def _weight_grad_kernel(
+def _weights_gradient_kernel(
     x_ptr, dy_ptr, places_ptr, dw_ptr, stride, stride_dy, copies, h, BLOCK: tl.constexpr
 ):
     copy = tl.program_id(0).to(tl.int64)
@@ -124,7 +124,7 @@ def _weight_grad(x: Tensor, dy: Tensor, places: Tensor, like: Tensor) -> Tensor:
         flat, dflat, h = rows(x), rows(dy), x.shape[1]
         block, warps = _block(x, h)
         with on_device(x):
-            _weight_grad_kernel[(places.numel(),)](
+            _weights_gradient_kernel[(places.numel(),)](
                 flat, dflat, places.contiguous(), dw, flat.stride(0), dflat.stride(0),
                 places.shape[1], h, BLOCK=block, num_warps=warps,
             )  # fmt: skip
