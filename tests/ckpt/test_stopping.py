@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from hashlib import sha256
@@ -27,21 +28,21 @@ from mcore_parallel.mapping import TensorMeta
 # Imports torch once; runs each command in a process of its own, which says when it is in the middle
 # of its work and then goes on slowly.
 SERVER = """
-import json, os, sys, time
+import itertools, json, os, sys, time
 import mcore_ckpt.averaging, mcore_ckpt.convert, mcore_ckpt.dcp.sink, mcore_ckpt.pruning
 import mcore_ckpt.rewriting, mcore_ckpt.verifying
 from mcore_ckpt.cli import main
 
 def slow(owner, name, after, pause):
-    before, calls = getattr(owner, name), []
+    before, calls = getattr(owner, name), itertools.count(1)
     def run(*args, **options):
         result = before(*args, **options)
-        calls.append(None)
+        call = next(calls)  # several threads call it
         with open(sys.argv[1], "a") as file:
             file.write(f"{name}\\n")
-        if len(calls) == after:
-            os.write(1, b"working\\n")
-        if len(calls) >= after:
+        if call == after:
+            os.write(to_test, b"working\\n")
+        if call >= after:
             time.sleep(pause)
         return result
     setattr(owner, name, run)
@@ -50,6 +51,8 @@ for line in sys.stdin:
     arguments, errors = json.loads(line)
     child = os.fork()
     if not child:
+        to_test = os.dup(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 0)
         slow(mcore_ckpt.sinks.CheckpointSink, "write", 2, 60)
@@ -106,19 +109,36 @@ class Commands:
             file.write_text("")
         self.process.stdin.write(json.dumps([arguments, str(self.errors)]) + "\n")
         self.process.stdin.flush()
-        lines = sorted(self.process.stdout.readline().split() for _ in range(2))
+        lines = sorted(self._line().split() for _ in range(2))
         assert [line[0] for line in lines] == ["pid", "working"]
         begun = time.monotonic()
         os.kill(int(lines[0][1]), number)
-        status = int(self.process.stdout.readline().removeprefix("status "))
+        status = int(self._line().removeprefix("status "))
         return status, self.errors.read_text(), time.monotonic() - begun
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        reader = threading.Thread(
+            target=lambda: lines.append(self.process.stdout.readline()), daemon=True
+        )
+        reader.start()
+        reader.join(60)
+        if not lines:
+            self.process.kill()
+            pytest.fail("the command has said nothing for a minute")
+        return lines[0]
 
     def close(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        assert self.process.wait() == 0
-        self.process.stdout.close()
+        try:
+            assert self.process.wait(60) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
