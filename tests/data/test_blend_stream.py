@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mcore_data import (
@@ -70,7 +70,12 @@ def runs(draw):
     return lengths, draw(st.lists(leg, min_size=1, max_size=5)), draw(st.booleans())
 
 
+# Weights that change and change back before a sample is drawn: the phase goes on.
+CHANGED_BACK = [([1, 2], (1, 1), 1, 0), ([0, 1], (1, 1), 0, 0), ([1, 2], (1, 1), 1, 0)]
+
+
 @given(run=runs(), block=st.sampled_from([1, 5, 50]))
+@example(run=([1, 1], CHANGED_BACK, False), block=1)
 @settings(max_examples=25, deadline=None)
 def test_stops_ranks_and_weights_lose_and_repeat_nothing(run, block):
     """U10, U17 and U19: stop anywhere, go on with other ranks, other weights: one stream."""
@@ -138,6 +143,7 @@ def test_a_schedule_of_weights_is_the_same_with_stops(monkeypatch, starts, cut):
     assert whole.take(0, 80).tolist() == ids
     fresh = BlendSampler(lengths, schedule, 1, 3)
     other = fresh.resumed(whole.state(), whole.progress(cut), cut)
+    assert other.progress(cut) == whole.progress(cut)
     assert other.take(cut, 80 - cut).tolist() == ids[cut:]
     assert other.progress(70) == whole.progress(70)
     assert sum(whole.counts(cut).values()) == cut
@@ -148,6 +154,14 @@ def test_sources_come_and_go():
     new = BlendSampler({"b": 8, "c": 3, "a": 5}, [1, 1, 2], 2, 1)
     resumed = new.resumed(old.state(), old.progress(4), 4)
     assert resumed.counts(8) == {"b": 1, "c": 1, "a": 6}
+    # A source that had a weight is gone, and nothing drawn since: a new phase, now or later.
+    less = BlendSampler({"a": 5, "c": 3}, [1, 2], 2, 1)
+    begun = BlendSampler({"a": 5, "b": 6}, [9, 1], 2, 1)
+    gone = less.resumed(begun.state(), begun.progress(1), 1)
+    again = less.resumed(gone.state(), gone.progress(1), 1)
+    assert gone.progress(1)["a"] == begun.progress(1)["a"]
+    assert [gone.counts(n)["c"] for n in (1, 2, 3, 4)] == [0, 1, 1, 2]
+    assert gone.take(1, 9).tolist() == again.take(1, 9).tolist()
     # The samples of `a` go on where they were: four of the first epoch have been shown.
     shown = [i for i in resumed.take(4, 4).tolist() if i >= 11]
     assert [i - 11 for i in shown] == old.take(4, 2).tolist()

@@ -195,8 +195,10 @@ class BlendSampler:
         none = np.zeros(len(self.lengths), np.int64)
         self._begin(_Mark(consumed=0, weights=schedule.weights[0], counts=none, phase_counts=none))
 
-    def _begin(self, mark: _Mark) -> None:
-        self._marks = [mark]
+    def _begin(self, start: _Mark) -> None:
+        # Kept beside its mark: weights under which nothing is drawn are not in `progress`.
+        self._start = start
+        self._marks = [start.under(self.schedule.at(start.consumed))]
         self._lock = threading.Lock()
         self._block = lru_cache(maxsize=_KEPT)(self._draw_block)
 
@@ -260,8 +262,9 @@ class BlendSampler:
     ) -> "BlendSampler":
         """Return the stream that goes on where `state()` and `progress(consumed)` were taken.
 
-        From there on the weights are those of this sampler: where they differ from those before,
-        they hold for what follows. Sources may have been added; one that is gone must not have been
+        From there on the weights are those of this sampler: where they differ from those of the
+        sample before, they hold for what follows; weights that are changed back before a sample is
+        drawn leave no trace. Sources may have been added; one that is gone must not have been
         drawn. A file that has become `folder/name`, since another of its name was added, or the
         other way round, goes on under the name that it had: on that its order depends.
 
@@ -284,11 +287,10 @@ class BlendSampler:
                     f"{found}"
                 )
         rows = [progress.get(name, {}) for name in lengths]
-        lost = sum(row["weight"] for name, row in progress.items() if name not in lengths)
-        mark = _Mark(
+        start = _Mark(
             consumed=consumed,
-            # Without a source that had a weight these are no weights of ours: a new phase begins.
-            weights=() if lost else tuple(float(row.get("weight", 0)) for row in rows),
+            # Without a source that had a weight they sum to less than 1: a new phase begins.
+            weights=tuple(float(row.get("weight", 0)) for row in rows),
             counts=np.array([row.get("consumed", 0) for row in rows], np.int64),
             phase_counts=np.array([row.get("since_change", 0) for row in rows], np.int64),
         )
@@ -300,12 +302,12 @@ class BlendSampler:
             shuffle=self.shuffle,
             ramp=self._batch.ramp,
         )
-        other._begin(mark.under(self.schedule.at(consumed)))
+        other._begin(start)
         return other
 
     def _find(self, consumed: int) -> tuple[int, _Mark]:
         """Return the block that holds the sample after the first `consumed`, and its beginning."""
-        first = self._marks[0].consumed
+        first = self._start.consumed
         if consumed < first:
             raise ValueError(f"the stream was resumed at {first} samples, {consumed} lie before")
         with self._lock:
@@ -317,8 +319,8 @@ class BlendSampler:
 
     def _place(self, consumed: int) -> _Mark:
         """Return where the stream stands after `consumed` samples, before weights change there."""
-        if consumed == self._marks[0].consumed:
-            return self._marks[0]
+        if consumed == self._start.consumed:
+            return self._start
         number, mark = self._find(consumed - 1)
         return mark.onwards(self._block(number)[: consumed - mark.consumed])
 
