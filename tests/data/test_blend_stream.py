@@ -127,6 +127,7 @@ def test_stops_ranks_and_weights_lose_and_repeat_nothing(run, block):
 
 
 @given(starts=st.lists(st.integers(1, 40), max_size=4, unique=True), cut=st.integers(0, 60))
+@example(starts=[7], cut=7)
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
