@@ -135,6 +135,11 @@ def test_what_cannot_be_measured(options: dict[str, int], message: str) -> None:
         run_bench(**options)  # type: ignore[arg-type]
 
 
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no directory .*nowhere to measure: make it first"):
+        run_bench(tmp_path / "nowhere")
+
+
 def test_the_disk_is_named(tmp_path: Path) -> None:
     assert name_of(Path("/home/x"), MOUNTS) == "/dev/root (ext4) at /"
     assert name_of(Path("/fast/a"), MOUNTS) == "tmpfs (tmpfs) at /fast"

@@ -137,7 +137,8 @@ def run_bench(
     repeats: turns, in each of which everything is measured once.
 
     Raises:
-        ValueError: sizes below 1, or a number of ranks that does not divide the matrices.
+        ValueError: sizes below 1, a number of ranks that does not divide the matrices, or no such
+            directory.
         OSError: the directory cannot be written.
     """
     for name, value in (
@@ -154,6 +155,8 @@ def run_bench(
             (n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - num_ranks)
         )
         raise ValueError(f"ranks is {num_ranks}, which does not divide {size}; nearest: {nearest}")
+    if directory is not None and not directory.is_dir():
+        raise ValueError(f"there is no directory {directory} to measure: make it first")
     count = -(-num_bytes // (4 * size * size))
     with tempfile.TemporaryDirectory(prefix="mcore-ckpt-bench-", dir=directory) as folder:
         place = Path(folder)
