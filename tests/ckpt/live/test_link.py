@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt import CheckpointError
 from mcore_ckpt.live import GroupTransport, LiveTransfer, PlanCache
+from mcore_ckpt.live.link import _same
 from mcore_ckpt.live.testing import FaultyTransport
 from mcore_parallel.group import Group
 from mcore_parallel.layout import LayoutTensor, TensorLayout
@@ -269,3 +270,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: RankPool) -> None:
         for error, part in zip(errors, expected, strict=True):
             assert error.startswith("ValueError"), error
             assert part in error, error
+
+
+def test_a_nan_through_another_dtype_is_a_nan_whatever_its_bits() -> None:
+    """A signalling one is made a quiet one by some conversions and not by others."""
+    source = torch.tensor([0x7D01, 0x3C00], dtype=torch.int16).view(torch.float16)
+    target = torch.tensor([torch.nan, 1.0])
+    target.view(torch.int32)[0] ^= 1
+    assert _same(target, source)
+    target[1] = 2.0
+    assert not _same(target, source)
+    other = source.clone()
+    other.view(torch.int16)[0] ^= 2
+    assert not _same(other, source)  # in the same dtype every bit counts
