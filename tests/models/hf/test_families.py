@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,21 @@ def test_absent_fields_are_those_of_transformers(name: str) -> None:
         known for known in ARCHITECTURES.values() if known.model_type == full["model_type"]
     ]
     assert not list(differences(architecture.read_config(sizes), architecture.read_config(full)))
+
+
+@all_families
+def test_probabilities_of_dropout_say_nothing(family: str) -> None:
+    """StarCoder2 and Granite 3.0 were published with some: they matter to training alone."""
+    full = config_class(family)(**FAMILIES[family][1]).to_dict()
+    (architecture,) = [a for a in ARCHITECTURES.values() if a.model_type == full["model_type"]]
+    names = {name for name in full if "dropout" in name or "pdrop" in name}
+    assert names
+    published = {**full, **dict.fromkeys(names, 0.1), "architectures": [architecture.name]}
+    model = architecture.read_config(published)
+    assert model == architecture.read_config(full)
+    assert architecture.write_config(model, published) == published
+    changed = architecture.write_config(replace(model, vocab_size=7), published)
+    assert {name: changed[name] for name in names} == dict.fromkeys(names, 0.1)
 
 
 @all_families

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,18 @@ def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = (scaled.abs().unsqueeze(-1) >= magnitudes).sum(-1) - 1 + 8 * (scaled < 0)
     pairs = codes.to(torch.uint8).unflatten(-1, (16, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, (exponents + 127).to(torch.uint8)
+
+
+def test_gpt_oss_without_scaled_positions() -> None:
+    """Where its config says nothing, positions are scaled: a model without says so."""
+    architecture = ARCHITECTURES["GptOssForCausalLM"]
+    scaled = architecture.read_config(FAMILIES["gpt-oss"][1])
+    model = replace(scaled, rope=RopeConfig())
+    written = json.loads(json.dumps(architecture.write_config(model)))
+    assert architecture.read_config(written) == replace(model, num_kv_heads=2)
+    theirs = transformers.GptOssConfig(**written)
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert theirs.rope_parameters["rope_theta"] == model.rope_base
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_patterns_and_lists_of_layers() -> None:
     assert known.write_config(shorter, nemotron(num_hidden_layers=4))["num_hidden_layers"] == 3
     written = known.write_config(shorter, listed)
     assert written["layers_block_type"] == ["linear_attention", "full_attention", "mlp"]
+    assert known.read_config(nemotron(attention_dropout=0.1, hidden_dropout=0.1)) == model
     alone = known.read_config(nemotron(hybrid_override_pattern="MM"))
     assert (alone.num_heads, alone.moe, alone.layer_pattern) == (0, None, ("M.", "M."))
 

@@ -24,7 +24,6 @@ COHERE = Architecture(
         *with_defaults((TIED,), tie_word_embeddings=True),
         Biases(),
         Only("hidden_act", "silu", absent="silu"),
-        Only("attention_dropout", 0.0, absent=0.0),
         Only("use_qk_norm", False, absent=False),
         PLAIN,
         Ours("norm", "layer_norm"),

@@ -137,7 +137,6 @@ DEEPSEEK_V3 = FurtherArchitecture(
         Field("rms_norm_eps", "norm_eps", float, default=1e-6),
         TIED,
         Only("hidden_act", "silu", absent="silu"),
-        Only("attention_dropout", 0.0, absent=0.0),
         Only("attention_bias", False, absent=False),
         Ours("norm", "rms_norm"),
         Ours("activation", "swiglu"),

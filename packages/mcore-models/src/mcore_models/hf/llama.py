@@ -28,7 +28,6 @@ PLAIN = Only("quantization_config", None)
 
 NORMED = (
     Field("rms_norm_eps", "norm_eps", float, default=1e-6),
-    Only("attention_dropout", 0.0, absent=0.0),
     PLAIN,
     Ours("norm", "rms_norm"),
 )

@@ -105,7 +105,8 @@ class Rope:
             config.pop("rope_scaling", None)
         else:
             config[self.base] = model.rope_base
-            config["rope_scaling"] = wanted if model.rope.scaling else None
+            # Null would be the default, which may be scaled.
+            config["rope_scaling"] = wanted if model.rope.scaling or self.default else None
             if self.default_share is not None:
                 config[self.share] = self._share_of(model)
         if self.original_length is not None and model.rope.original_length is not None:

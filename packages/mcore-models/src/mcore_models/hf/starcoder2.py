@@ -7,7 +7,7 @@ from mcore_models.hf.architecture import Architecture
 from mcore_models.hf.gpt2 import GELUS
 from mcore_models.hf.llama import PLAIN, SIZES, TIED, decoder_operators
 from mcore_models.hf.rope import Rope
-from mcore_models.hf.rules import Choice, Field, Only, Ours, with_defaults
+from mcore_models.hf.rules import Choice, Field, Ours, with_defaults
 from mcore_models.hf.windows import Windows
 from mcore_parallel.mapping import Operator, Rename
 
@@ -34,7 +34,6 @@ STARCODER2 = Architecture(
         Field("use_bias", "linear_bias", bool, default=True),
         *with_defaults((TIED,), tie_word_embeddings=True),
         Choice("hidden_act", "activation", _TANH_FIRST),
-        Only("attention_dropout", 0.0, absent=0.0),
         PLAIN,
         Ours("norm", "layer_norm"),
         Windows(),
