@@ -333,3 +333,37 @@ def test_sizes_that_do_not_fit() -> None:
         fused_head_loss(hidden, weight, labels, **arguments, chunk_size=0)
     with pytest.raises(ValueError, match=r"bias must be \[31\], got \[30\]"):
         fused_head_log_probs(hidden, weight, labels, **arguments, bias=torch.ones(30))
+
+
+@pytest.mark.parametrize("stray", [31, -1])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["reference", "eager"])
+def test_a_label_that_is_no_class_is_seen(name: str, fused: bool, stray: int) -> None:
+    """Its results and gradients are NaN, over shards too, and those of its neighbours are not."""
+    op = resolve("cross_entropy", target=kernels.target, require=name)
+    hidden = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(31, 8, dtype=torch.float64)
+    labels, seen = torch.tensor([5, stray, 4]), torch.tensor([False, True, False])
+    shards = Shards(2)
+
+    def run(rows: slice) -> tuple[VocabLoss, torch.Tensor]:
+        x, shard = hidden.detach().requires_grad_(), shards.shard(31, rows.start)
+        if fused:
+            found = fused_head_log_probs(
+                x, weight[rows], labels, linear=ReferenceLinear(), op=op, shard=shard,
+                terms=TERMS, entropy=True,
+            )  # fmt: skip
+        else:
+            logits = x @ weight[rows].T
+            found = vocab_loss(logits, labels, op=op, shard=shard, terms=TERMS, entropy=True)
+        (found.loss.sum() + found.log_prob.sum()).backward()
+        assert x.grad is not None
+        return found, x.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, grad in pool.map(run, (slice(0, 20), slice(20, 31))):
+            assert found.entropy is not None
+            for one in (found.loss, found.log_prob, found.entropy):
+                assert torch.equal(one.isnan(), seen)
+            assert torch.equal(grad.isnan().all(1), seen)
+            assert torch.equal(grad.isnan().any(1), seen)

@@ -240,6 +240,36 @@ def test_heads_that_multiply_in_few_bits_have_whole_logits() -> None:
     assert not takes_chunks(model.lm_head)
 
 
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("few_bits", [True, False])
+def test_labels_that_are_no_tokens(few_bits: bool, masked: bool) -> None:
+    """-100 leaves one out, with and without a mask; others are refused, where they count."""
+    model, batch = build_model(CONFIG), example()
+    if few_bits:
+        assert model.lm_head is not None
+        model.lm_head.linear = Fp8Linear(Fp8Recipe(), emulate=True)
+    assert batch.labels is not None
+    mask = torch.ones(batch.num_tokens)
+    mask[3] = 0.0
+    counts = GlobalCounts(tokens=mask.sum().double())
+    expected = model.loss(replace(batch, loss_mask=mask), counts=counts)
+    for label in (-100, V) if masked else (-100,):
+        labels = batch.labels.clone()
+        labels[3] = label
+        left_out = replace(batch, labels=labels, loss_mask=mask if masked else None)
+        assert torch.equal(model.loss(left_out, counts=counts), expected)
+        assert model.log_probs(left_out)[3] == 0.0
+    for label in (V, -1):
+        labels = batch.labels.clone()
+        labels[3] = label
+        wrong = replace(batch, labels=labels, loss_mask=None)
+        message = f"label {label} is outside the vocabulary of {V} \\(0 to {V - 1}\\): give -100"
+        with pytest.raises(ValueError, match=message):
+            model.loss(wrong, counts=counts)
+        with pytest.raises(ValueError, match=message):
+            model.log_probs(wrong)
+
+
 def over_ranks(
     layout: str, changes: dict[str, Any]
 ) -> tuple[list[str], dict[str, tuple[Tensor, Tensor]]]:

@@ -32,11 +32,11 @@ _IGNORED = -100
 class TokenLoss:
     """The sum of the valid tokens' cross-entropy of a micro-batch / counts.tokens, and how.
 
-    Without a loss mask all tokens are valid. label_smoothing, z_loss: as in
-    `vocab_parallel_cross_entropy`. chunk_tokens: of how many tokens there are logits at a time;
-    None: 1 GiB of them. unit_gradient: the backward pass will begin at this very number, with
-    gradient 1: that of the head's weight is then added to its buffer in the forward pass, which
-    otherwise takes a second buffer of its size.
+    Tokens in the loss mask are valid, without one all are, but for those with label -100.
+    label_smoothing, z_loss: as in `vocab_parallel_cross_entropy`. chunk_tokens: of how many tokens
+    there are logits at a time; None: 1 GiB of them. unit_gradient: the backward pass will begin at
+    this very number, with gradient 1: that of the head's weight is then added to its buffer in the
+    forward pass, which otherwise takes a second buffer of its size.
     """
 
     counts: GlobalCounts
@@ -50,9 +50,9 @@ class TokenLoss:
 class TokenLogProbs:
     """ln p(label) [T] of the valid tokens of a micro-batch, and 0 of the others.
 
-    Without a loss mask all tokens are valid. Of the others there are no logits at all. changes:
-    what is done to the logits before, one after another, such as a temperature; chunk_tokens as in
-    `TokenLoss`.
+    Valid tokens are those of `TokenLoss`. Of tokens outside of the loss mask there are no logits at
+    all. changes: what is done to the logits before, one after another, such as a temperature;
+    chunk_tokens as in `TokenLoss`.
     """
 
     changes: tuple[LogitsChange, ...] = ()
@@ -76,6 +76,10 @@ def in_chunks(
 
     `changes` are made to the logits first. Communicates over the group of the head, numbers of
     tokens alone, once for each chunk; and what the changes do.
+
+    Raises:
+        ValueError: when called: a valid token's label is no class, which is looked at on the CPU
+            only, since elsewhere it would cost a synchronisation; there the result is NaN.
     """
     if isinstance(wanted, TokenLoss):
         return _loss_in_chunks(head, batch, wanted, kernels, changes)
@@ -108,10 +112,7 @@ def _loss_in_chunks(
     kernels: Kernels,
     changes: Sequence[LogitsChange],
 ) -> HeadUse:
-    assert batch.labels is not None
-    labels, mask = batch.labels, batch.loss_mask
-    if mask is not None:
-        labels = labels.masked_fill(mask == 0, _IGNORED)
+    labels, mask = _labels(batch, head.vocab_size), batch.loss_mask
     terms = LossTerms(
         label_smoothing=loss.label_smoothing, z_loss=loss.z_loss, ignore_index=_IGNORED
     )
@@ -149,8 +150,7 @@ def _log_probs_in_chunks(
     kernels: Kernels,
     changes: Sequence[LogitsChange],
 ) -> HeadUse:
-    assert batch.labels is not None
-    labels, rows = batch.labels, _valid(batch)
+    labels, rows = _labels(batch, head.vocab_size), _valid(batch)
 
     def use(
         x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_out: Tensor | None
@@ -181,10 +181,10 @@ def _loss_of_logits(
     kernels: Kernels,
     vocab_size: int,
 ) -> Tensor:
-    assert batch.labels is not None
+    labels = _labels(batch, vocab_size)
     losses = vocab_parallel_cross_entropy(
         logits,
-        batch.labels,
+        labels,
         group,
         vocab_size=vocab_size,
         label_smoothing=loss.label_smoothing,
@@ -192,8 +192,10 @@ def _loss_of_logits(
         op=kernels.cross_entropy,
     )
     if batch.loss_mask is not None:
-        # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
-        losses = (losses * batch.loss_mask).masked_fill(batch.loss_mask == 0, 0.0)
+        losses = losses * batch.loss_mask
+    losses = losses * torch.where(_strays(labels, vocab_size), torch.nan, 1.0)
+    # Not the product alone: an unused token's loss may be infinite, and 0 · inf is NaN.
+    losses = losses.masked_fill(labels == _IGNORED, 0.0)
     return loss.counts.mean(losses.sum())
 
 
@@ -206,8 +208,7 @@ def _log_probs_of_logits(
     kernels: Kernels,
     vocab_size: int,
 ) -> Tensor:
-    assert batch.labels is not None
-    labels, rows = batch.labels, _valid(batch)
+    labels, rows = _labels(batch, vocab_size), _valid(batch)
     first = logits.shape[-1] * group.rank
     logits = logits[:, : max(vocab_size - first, 0)]
     chosen = labels
@@ -228,6 +229,27 @@ def _shard(vocab_size: int, first: int, group: Group) -> VocabShard:
         reduce_max=partial(all_reduce, group=group, op="max"),
         reduce_sum=partial(all_reduce, group=group),
     )
+
+
+def _labels(batch: TokenBatch, vocab_size: int) -> Tensor:
+    """The labels [T], -100 outside of the loss mask; checked on the CPU."""
+    labels = batch.labels
+    assert labels is not None
+    if batch.loss_mask is not None:
+        labels = labels.masked_fill(batch.loss_mask == 0, _IGNORED)
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        strays = labels[_strays(labels, vocab_size)]
+        if strays.numel():
+            raise ValueError(
+                f"label {int(strays[0])} is outside the vocabulary of {vocab_size} "
+                f"(0 to {vocab_size - 1}): give {_IGNORED}, or 0 in the loss mask, to leave it out"
+            )
+    return labels
+
+
+def _strays(labels: Tensor, vocab_size: int) -> Tensor:
+    """Which labels [T] are neither classes nor -100."""
+    return ((labels < 0) & (labels != _IGNORED)) | (labels >= vocab_size)
 
 
 def _valid(batch: TokenBatch) -> Tensor | None:

@@ -102,8 +102,8 @@ def vocab_loss(
         weights: [T] multiply the loss (not the log-probability); they get no gradient.
         entropy: also -Σ_j p_j log p_j, for one more read of the logits.
 
-    The gradient takes that of the results to be the same on all shards. Labels that are neither
-    classes nor `ignore_index` have no target term; the loss then means nothing.
+    The gradient takes that of the results to be the same on all shards. Where a label is neither a
+    class nor `ignore_index`, results and gradients are NaN.
     """
     call = LossCall(
         op=op, shard=shard, terms=terms or LossTerms(), on_all=0.0, entropy=entropy
@@ -137,12 +137,11 @@ class LossCall:
         if self.entropy:
             sums = torch.cat((sums, self.op.moments(logits, maximum).unsqueeze(0)))
         sums = shard.reduce_sum(sums)
-        return TokenStats(
-            maximum=maximum,
-            sums=sums,
-            valid=labels != self.terms.ignore_index,
-            local=local,
-        )
+        valid = labels != self.terms.ignore_index
+        # Without a target term a loss would look like any other, and would be learnt from.
+        stray = valid & ((labels < 0) | (labels >= shard.vocab_size))
+        marks = torch.where(stray, torch.nan, 0.0)
+        return TokenStats(maximum=maximum + marks, sums=sums + marks, valid=valid, local=local)
 
     def _statistics(self, logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         """The maximum over the shards, and this one's sums with it."""
